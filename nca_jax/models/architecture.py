@@ -1,0 +1,174 @@
+"""What a decoder is made of, read strictly from a Hugging Face `config.json`."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from nca_jax.errors import UserError
+
+# model_type -> (query/key norm, query/key/value bias). What a family fixes and its config.json does not say.
+_FAMILIES = {"llama": (False, False), "qwen2": (False, True), "qwen3": (True, False)}
+
+# Keys that would change the function the decoder computes, with the only values it is written for.
+_REQUIRED_VALUES = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "pretraining_tp": (1, 0, None),
+    "is_decoder": (True, False, None),
+    "add_cross_attention": (False, None),
+}
+
+# Keys that describe the file, the training or the sampling, and not the function.
+_IGNORED = frozenset(
+    "_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range "
+    "is_llama_config max_window_layers pad_token_id rope_interleaved sliding_window torch_dtype transformers_version "
+    "transformers.js_config unsloth_fixed unsloth_version use_cache".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 rope scaling: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of a Llama/Qwen decoder. Letters are those of the shape legend in docs/design.md."""
+
+    family: str
+    vocab_size: int  # V, rows of the embedding; may be padded beyond the tokenizer's size
+    hidden_size: int  # D
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # Q
+    mlp_size: int  # F
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    rms_norm_eps: float
+    tied_head: bool
+    qk_norm: bool
+    qkv_bias: bool
+    max_positions: int  # positions the model was trained for, prompt and response together
+
+
+def load_architecture(directory: str) -> Architecture:
+    """Reads `config.json` of a Hugging Face directory; UserError as `architecture_from_config`."""
+    path = epath.Path(directory) / "config.json"
+    if not path.exists():
+        raise UserError(f"{path} does not exist; a model directory needs a config.json.")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download the file again.") from error
+    return architecture_from_config(config, where=str(path))
+
+
+def architecture_from_config(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
+    """The architecture a Hugging Face configuration describes.
+
+    Args:
+      config: the parsed `config.json`, as transformers 4 or 5 writes it.
+      where: name of the file, for the error message.
+
+    Raises:
+      UserError: an unknown model type, a missing size, or a setting the decoder would compute wrongly.
+    """
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise UserError(f"{where}: model_type {family!r} is not supported; use one of {', '.join(_FAMILIES)}.")
+    qk_norm, qkv_bias = _FAMILIES[family]
+
+    for key, allowed in _REQUIRED_VALUES.items():
+        if config.get(key, allowed[0]) not in allowed:
+            raise UserError(f"{where}: {key} = {config[key]!r} is not supported; only {allowed[0]!r} is.")
+    # Qwen2's config.json does not carry the key although the family has q/k/v biases; elsewhere True adds an o bias.
+    if config.get("attention_bias") not in (None, False):
+        raise UserError(f"{where}: attention_bias = true is not supported; q/k/v biases belong to qwen2 only.")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise UserError(f"{where}: layer_types has layers other than full_attention, which are not supported.")
+
+    def size(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{where}: {key} is {value!r} but must be a positive whole number.")
+        return value
+
+    hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
+    num_kv_heads = size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise UserError(f"{where}: {num_heads} query heads cannot share {num_kv_heads} key/value heads evenly.")
+    head_dim = size("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise UserError(f"{where}: head_dim {head_dim} is odd, so rotary embeddings cannot split it in halves.")
+    if config.get("rms_norm_eps") is None:
+        raise UserError(f"{where}: rms_norm_eps is missing; copy it from the model's original config.json.")
+    theta, scaling = _rope(config, where)
+
+    known = _IGNORED | _REQUIRED_VALUES.keys() | _READ
+    if unknown := sorted(set(config) - known):
+        logging.warning("%s: keys that nca_jax does not know are ignored: %s", where, ", ".join(unknown))
+
+    return Architecture(
+        family=family,
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        mlp_size=size("intermediate_size"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=float(config["rms_norm_eps"]),
+        # transformers' default where the key is absent is False for these three families.
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        max_positions=size("max_position_embeddings"),
+    )
+
+
+_READ = frozenset(
+    "model_type attention_bias layer_types hidden_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+    "vocab_size num_hidden_layers intermediate_size tie_word_embeddings max_position_embeddings rope_theta "
+    "rope_parameters rope_scaling".split()
+)
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
+    settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    thetas = {float(t) for t in (settings.get("rope_theta"), config.get("rope_theta")) if t is not None}
+    if len(thetas) != 1:
+        found = "is missing" if not thetas else f"has two values {sorted(thetas)}"
+        raise UserError(f"{where}: rope_theta {found}; give it once, in rope_parameters or at the top level.")
+    theta = thetas.pop()
+
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"{where}: rope_type {kind!r} is not supported; only 'default' and 'llama3' are.")
+    try:
+        return theta, RopeScaling(
+            factor=float(settings["factor"]),
+            low_freq_factor=float(settings["low_freq_factor"]),
+            high_freq_factor=float(settings["high_freq_factor"]),
+            original_max_positions=int(settings["original_max_position_embeddings"]),
+        )
+    except KeyError as error:
+        raise UserError(f"{where}: rope scaling 'llama3' lacks {error.args[0]!r}; copy it from the model.") from error

@@ -1,0 +1,185 @@
+"""The Llama/Qwen decoder as a flax.nnx module: layers stacked along a leading axis and scanned.
+
+Parameters live in a plain dict, name -> array, with the names, shapes and axes of `weight_table`; `nnx.merge(graph,
+params)` makes the module of them inside a jitted function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nca_jax.models.architecture import Architecture
+from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.rope import inverse_frequencies, rotate
+
+Params = dict[str, jax.Array]
+
+
+class WeightSpec(NamedTuple):
+    """One row of the weight table. `axes` names each dimension for sharding.py; stacked weights lead with "layers"."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    initialiser: Callable
+    dtype: jnp.dtype
+
+
+def weight_table(arch: Architecture, dtype: jnp.dtype = jnp.float32) -> dict[str, WeightSpec]:
+    """Every weight of the decoder: shape, logical axes, initialiser, dtype. The only place that lists them."""
+    L, D, F, V = arch.num_layers, arch.hidden_size, arch.mlp_size, arch.vocab_size
+    H, K, Q = arch.num_heads, arch.num_kv_heads, arch.head_dim
+    normal, ones, zeros = nnx.initializers.normal(0.02), nnx.initializers.ones, nnx.initializers.zeros
+
+    rows = {
+        "embedding": ((V, D), ("vocab", "embed"), normal),
+        "attention_norm": ((L, D), ("layers", "norm"), ones),
+        "query": ((L, D, H, Q), ("layers", "embed", "heads", "head_dim"), normal),
+        "key": ((L, D, K, Q), ("layers", "embed", "kv_heads", "head_dim"), normal),
+        "value": ((L, D, K, Q), ("layers", "embed", "kv_heads", "head_dim"), normal),
+        "output": ((L, H, Q, D), ("layers", "heads", "head_dim", "embed"), normal),
+        "mlp_norm": ((L, D), ("layers", "norm"), ones),
+        "gate": ((L, D, F), ("layers", "embed", "mlp"), normal),
+        "up": ((L, D, F), ("layers", "embed", "mlp"), normal),
+        "down": ((L, F, D), ("layers", "mlp", "embed"), normal),
+        "final_norm": ((D,), ("norm",), ones),
+    }
+    if arch.qk_norm:
+        rows["query_norm"] = ((L, Q), ("layers", "norm"), ones)
+        rows["key_norm"] = ((L, Q), ("layers", "norm"), ones)
+    if arch.qkv_bias:
+        rows["query_bias"] = ((L, H, Q), ("layers", "heads", "head_dim"), zeros)
+        rows["key_bias"] = ((L, K, Q), ("layers", "kv_heads", "head_dim"), zeros)
+        rows["value_bias"] = ((L, K, Q), ("layers", "kv_heads", "head_dim"), zeros)
+    if not arch.tied_head:
+        rows["head"] = ((V, D), ("vocab", "embed"), normal)
+    return {name: WeightSpec(*row, dtype) for name, row in rows.items()}
+
+
+# What the backward pass keeps of a layer's forward pass; the rest is computed again.
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Past(NamedTuple):
+    """Keys and values, of all layers, that lie before a forward pass's own tokens.
+
+    `k` and `v` are [L, B, S, K, Q], or [L, S, K, Q] for a prefix that all examples share. `visible` is bool [B, T, S]
+    or [1, T, S]; None means that every query sees all of them. Keys are stored rotated to their own positions.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    visible: jax.Array | None = None
+
+
+class Decoder(nnx.Module):
+    """tokens -> final hidden states; the head is applied by whoever needs logits, in chunks.
+
+    Args:
+      arch: sizes and switches.
+      rngs: for random initial weights.
+      param_dtype: dtype of the weights.
+      compute_dtype: dtype of activations and matrix products; norms, softmax and rotations are float32.
+      remat: a key of REMAT_POLICIES.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        rngs: nnx.Rngs,
+        param_dtype: jnp.dtype = jnp.float32,
+        compute_dtype: jnp.dtype = jnp.float32,
+        remat: str = "full",
+    ):
+        self.arch = arch
+        self.compute_dtype = compute_dtype
+        self.remat = remat
+        for name, spec in weight_table(arch, param_dtype).items():
+            setattr(self, name, nnx.Param(spec.initialiser(rngs.params(), spec.shape, spec.dtype)))
+
+    def __call__(
+        self, token_BxT: jax.Array, position_BxT: jax.Array, past: Sequence[Past] = ()
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Runs the layers over tokens that attend causally to each other and to `past`.
+
+        Right padding needs no mask: no real token sees what lies to its right.
+
+        Returns:
+          hidden_BxTxD after the final norm, in the compute dtype, and the tokens' own keys and values, each
+          [L, B, T, K, Q].
+        """
+        T = token_BxT.shape[1]
+        causal_1xTxT = jnp.tril(jnp.ones((1, T, T), bool))
+        frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
+        visible = [block.visible for block in past]
+
+        def layer(x_BxTxD, scanned):
+            w, past_kv = scanned
+            w = {name: weight.astype(self.compute_dtype) for name, weight in w.items()}
+
+            y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
+            q_BxTxHxQ = self._project(y_BxTxD, w, "query", position_BxT, frequency)
+            k_BxTxKxQ = self._project(y_BxTxD, w, "key", position_BxT, frequency)
+            v_BxTxKxQ = self._project(y_BxTxD, w, "value")
+            blocks = [KeyBlock(k, v, seen) for (k, v), seen in zip(past_kv, visible, strict=True)]
+            attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, KeyBlock(k_BxTxKxQ, v_BxTxKxQ, causal_1xTxT)])
+            x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
+
+            y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
+            x_BxTxD += (jax.nn.silu(y_BxTxD @ w["gate"]) * (y_BxTxD @ w["up"])) @ w["down"]
+            return x_BxTxD, (k_BxTxKxQ, v_BxTxKxQ)
+
+        table = weight_table(self.arch)
+        stacked = {name: getattr(self, name)[...] for name, spec in table.items() if spec.axes[0] == "layers"}
+        past_kv = [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in past]
+        x_BxTxD = self.embedding[...][token_BxT].astype(self.compute_dtype)
+        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
+        x_BxTxD, kv = jax.lax.scan(layer, x_BxTxD, (stacked, past_kv))
+        return self._norm(x_BxTxD, self.final_norm[...]), kv
+
+    @property
+    def head_VxD(self) -> jax.Array:
+        """Weights of the output head, in the parameters' dtype: the embedding itself where the head is tied."""
+        return self.embedding[...] if self.arch.tied_head else self.head[...]
+
+    def _norm(self, x_Bx_xD: jax.Array, scale_D: jax.Array) -> jax.Array:
+        """RMSNorm over the last axis, statistics in float32."""
+        x = x_Bx_xD.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.arch.rms_norm_eps)
+        return (x * scale_D.astype(jnp.float32)).astype(x_Bx_xD.dtype)
+
+    def _project(self, x_BxTxD, w, name, position_BxT=None, frequency=None):
+        """Queries, keys or values [B, T, heads, Q]: product, bias, norm, and rotation where a position is given."""
+        out = jnp.einsum("btd,dhq->bthq", x_BxTxD, w[name])
+        if self.arch.qkv_bias:
+            out += w[f"{name}_bias"]
+        if position_BxT is None:
+            return out
+        if self.arch.qk_norm:
+            out = self._norm(out, w[f"{name}_norm"])
+        return rotate(out, position_BxT, frequency)
+
+
+def decoder_graph(arch: Architecture, compute_dtype: jnp.dtype = jnp.float32, remat: str = "full") -> nnx.GraphDef:
+    """The decoder without its weights; `nnx.merge(decoder_graph(...), params)` is the module."""
+    model = nnx.eval_shape(lambda: Decoder(arch, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat))
+    return nnx.split(model)[0]
+
+
+def random_params(arch: Architecture, seed: int, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Freshly initialised weights, each drawn from its own key."""
+    return nnx.to_pure_dict(nnx.state(Decoder(arch, rngs=nnx.Rngs(seed), param_dtype=dtype)))
+
+
+def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = ()) -> Past:
+    """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once."""
+    position_1xC = jnp.arange(prefix_C.shape[0])[None]
+    _, (k_Lx1xCxKxQ, v_Lx1xCxKxQ) = model(prefix_C[None], position_1xC, past)
+    return Past(k_Lx1xCxKxQ[:, 0], v_Lx1xCxKxQ[:, 0])

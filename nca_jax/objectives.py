@@ -1,0 +1,109 @@
+"""Per-token divergences between two next-token distributions, and their reduction to one number.
+
+Pure functions of arrays; float32 at least, float64 where the inputs are. `student` is the distribution that is trained,
+`teacher` the one it is compared with, for the OPD term. For the anchor the roles are the paper's (arXiv 2606.11627):
+KL(sg[q_x] || q_c) is `kl(stop_gradient(q_x), q_c)`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from typing import Literal
+
+# exp(-1e4) is 0 in every float type, and differences of two such numbers are finite where those of -inf are NaN.
+_LOWEST_LOGIT = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """The token ids over which a divergence is summed.
+
+    Attributes:
+      kind: "full" vocabulary, or "top_k" ids of the student's no-context distribution at that position (OPCD, NCA).
+      k: number of ids for "top_k".
+      tail: what happens to the probability outside the ids. "none" drops it: a truncated sum, which is not a divergence
+        and can be negative (OPCD's default). "renormalize" conditions both distributions on the ids (NCA). "bucket"
+        adds it as one more outcome: a lower bound of the full divergence.
+    """
+
+    kind: Literal["full", "top_k"] = "full"
+    k: int = 256
+    tail: Literal["none", "renormalize", "bucket"] = "renormalize"
+
+
+def log_probabilities(logits: jax.Array, temperature: float | jax.Array = 1.0) -> jax.Array:
+    """log softmax(logits / temperature) over the last axis, at least float32, finite also for -inf logits."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jax.nn.log_softmax(jnp.maximum(logits, _LOWEST_LOGIT) / temperature, axis=-1)
+
+
+def top_k_ids(log_p: jax.Array, k: int) -> jax.Array:
+    """The k most probable ids, [..., V] -> int32 [..., k]."""
+    return jax.lax.top_k(jax.lax.stop_gradient(log_p), k)[1]
+
+
+def restrict(log_p: jax.Array, ids: jax.Array, tail: str) -> jax.Array:
+    """Log-probabilities on the ids: [..., V], [..., k] -> [..., k], or [..., k + 1] with a tail bucket."""
+    kept = jnp.take_along_axis(log_p, ids, axis=-1)
+    if tail == "none":
+        return kept
+    if tail == "renormalize":
+        return kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)
+    if tail == "bucket":
+        # Summed over what is left, and not 1 - sum(kept), which cancels when the ids hold nearly everything.
+        rest = jnp.put_along_axis(log_p, ids, _LOWEST_LOGIT, axis=-1, inplace=False)
+        return jnp.concatenate([kept, jax.nn.logsumexp(rest, axis=-1, keepdims=True)], axis=-1)
+    raise ValueError(f"unknown tail {tail!r}")
+
+
+def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """KL(p || q) = sum p (log p - log q) over the last axis."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def jensen_shannon(log_p: jax.Array, log_q: jax.Array, weight: float = 0.5) -> jax.Array:
+    """weight KL(p || m) + (1 - weight) KL(q || m) with m = weight p + (1 - weight) q, for weight strictly inside (0, 1).
+
+    Tends to 0, not to a KL, at both ends (GKD, arXiv 2306.13649); ask for the KLs by name.
+    """
+    if not 0.0 < weight < 1.0:
+        raise ValueError(f"the weight of a Jensen-Shannon divergence lies inside (0, 1), not {weight}")
+    log_m = jnp.logaddexp(log_p + jnp.log(weight), log_q + jnp.log1p(-weight))
+    return weight * kl(log_p, log_m) + (1.0 - weight) * kl(log_q, log_m)
+
+
+def divergence(kind: str, student_log_p: jax.Array, teacher_log_p: jax.Array) -> jax.Array:
+    """Per-token divergence by name: [..., V], [..., V] -> [...].
+
+    "reverse_kl" is KL(student || teacher), the OPD term; "forward_kl" is KL(teacher || student); "jsd" is the
+    symmetric Jensen-Shannon divergence.
+    """
+    if kind == "reverse_kl":
+        return kl(student_log_p, teacher_log_p)
+    if kind == "forward_kl":
+        return kl(teacher_log_p, student_log_p)
+    if kind == "jsd":
+        return jensen_shannon(student_log_p, teacher_log_p)
+    raise ValueError(f"unknown divergence {kind!r}")
+
+
+def reduction_weights(mask_BxR: jax.Array, reduction: str) -> tuple[jax.Array, jax.Array]:
+    """Weights [B, R] and their total, so that sum(weights * value) / total is the mean that is asked for.
+
+    "token": the mean over all response tokens of the step. "sequence": the mean over responses of each one's mean;
+    empty responses do not count. Totals of micro-batches add up: divide once, by their sum.
+    """
+    mask_BxR = mask_BxR.astype(jnp.float32)
+    if reduction == "token":
+        return mask_BxR, mask_BxR.sum()
+    if reduction == "sequence":
+        length_B = mask_BxR.sum(axis=1)
+        return mask_BxR / jnp.maximum(length_B, 1.0)[:, None], (length_B > 0).sum().astype(jnp.float32)
+    raise ValueError(f"unknown reduction {reduction!r}")
+
+
+def weighted_sum(value: jax.Array, weights: jax.Array) -> jax.Array:
+    """sum(weights * value) in which a value of weight 0 does not count, even if it is NaN."""
+    return jnp.sum(weights * jnp.where(weights > 0, value, 0.0))
