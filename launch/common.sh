@@ -46,6 +46,7 @@ use_environment() {
   [ -n "$base" ] || fail "no Python >= 3.11 found${PYTHON:+ at PYTHON=$PYTHON}: install one, or set PYTHON to its path."
 
   venv="${NCA_JAX_VENV:-$root/.venv-$version}"
+  [[ "$venv" == /* ]] || venv="$PWD/$venv"
   python="$venv/bin/python"
   stamp="$venv/nca_jax-requirements"
   wanted="$(cd "$root" && cat requirements.txt requirements-dev.txt constraints.txt | cksum)"

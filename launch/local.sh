@@ -21,7 +21,6 @@ config="configs/conventions.py${setting:+:$setting}"
 runs="${RUNS:-$root/runs/local${setting:+_$setting}}"
 # A relative path is meant from where the caller stands.
 [[ "$runs" == /* ]] || runs="$PWD/$runs"
-cd "$root"
 
 # job NAME ARGUMENT...: one run of the main command; it resumes from its own workdir.
 job() {
@@ -36,6 +35,7 @@ job() {
 
 say "This trains SmolLM2-135M-Instruct twice with $config: opd (plain distillation), then nca (with the anchor)."
 use_environment requirements.txt
+cd "$root"
 if [ ! -f "$runs/opd/summary.txt" ] || [ ! -f "$runs/nca/summary.txt" ]; then
   # Float32 weights and both Adam moments are 1.6 GB; each job holds its last checkpoint and the one being written.
   need_disk "$runs" 7 "the two runs in $runs"

@@ -6,11 +6,10 @@ KL(sg[q_x] || q_c) is `kl(stop_gradient(q_x), q_c)`.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-
-from typing import Literal
 
 # exp(-1e4) is 0 in every float type, and differences of two such numbers are finite where those of -inf are NaN.
 _LOWEST_LOGIT = -1e4
@@ -64,7 +63,7 @@ def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def jensen_shannon(log_p: jax.Array, log_q: jax.Array, weight: float = 0.5) -> jax.Array:
-    """weight KL(p || m) + (1 - weight) KL(q || m) with m = weight p + (1 - weight) q, for weight strictly inside (0, 1).
+    """weight KL(p || m) + (1 - weight) KL(q || m) with m = weight p + (1 - weight) q; 0 < weight < 1.
 
     Tends to 0, not to a KL, at both ends (GKD, arXiv 2306.13649); ask for the KLs by name.
     """

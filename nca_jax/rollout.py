@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nca_jax.models.decoder import Past, Params
+from nca_jax.models.decoder import Params, Past
 from nca_jax.objectives import log_probabilities
 
 
@@ -128,9 +128,7 @@ def make_sampler(
     return sample
 
 
-def draw(
-    logits_BxV: jax.Array, key_B: jax.Array, sampling: Sampling, top_k: int = 0
-) -> tuple[jax.Array, jax.Array]:
+def draw(logits_BxV: jax.Array, key_B: jax.Array, sampling: Sampling, top_k: int = 0) -> tuple[jax.Array, jax.Array]:
     """One token per row and its log-probability at the sampling temperature; every row has its own key.
 
     Filters in the usual order (temperature, top-k, top-p), each on what the one before left. The most probable token is

@@ -10,6 +10,8 @@ from etils import epath
 
 from nca_jax.errors import UserError
 
+_log = logging.getLogger(__name__)
+
 # model_type -> (query/key norm, query/key/value bias). What a family fixes and its config.json does not say.
 _FAMILIES = {"llama": (False, False), "qwen2": (False, True), "qwen3": (True, False)}
 
@@ -27,9 +29,16 @@ _REQUIRED_VALUES = {
 
 # Keys that describe the file, the training or the sampling, and not the function.
 _IGNORED = frozenset(
-    "_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range "
-    "is_llama_config max_window_layers pad_token_id rope_interleaved sliding_window torch_dtype transformers_version "
-    "transformers.js_config unsloth_fixed unsloth_version use_cache".split()
+    """_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range
+    is_llama_config max_window_layers pad_token_id rope_interleaved sliding_window torch_dtype transformers_version
+    transformers.js_config unsloth_fixed unsloth_version use_cache""".split()  # noqa: SIM905, a list of 18 lines
+)
+
+# Keys that are read below.
+_READ = frozenset(
+    """attention_bias head_dim hidden_size intermediate_size layer_types max_position_embeddings model_type
+    num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta
+    tie_word_embeddings vocab_size""".split()  # noqa: SIM905
 )
 
 
@@ -120,7 +129,7 @@ def architecture_from_config(config: Mapping[str, Any], where: str = "config.jso
 
     known = _IGNORED | _REQUIRED_VALUES.keys() | _READ
     if unknown := sorted(set(config) - known):
-        logging.warning("%s: keys that nca_jax does not know are ignored: %s", where, ", ".join(unknown))
+        _log.warning("%s: keys that nca_jax does not know are ignored: %s", where, ", ".join(unknown))
 
     return Architecture(
         family=family,
@@ -140,13 +149,6 @@ def architecture_from_config(config: Mapping[str, Any], where: str = "config.jso
         qkv_bias=qkv_bias,
         max_positions=size("max_position_embeddings"),
     )
-
-
-_READ = frozenset(
-    "model_type attention_bias layer_types hidden_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
-    "vocab_size num_hidden_layers intermediate_size tie_word_embeddings max_position_embeddings rope_theta "
-    "rope_parameters rope_scaling".split()
-)
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:

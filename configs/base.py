@@ -1,0 +1,92 @@
+"""Defaults that all settings share. Every line says its unit, its reason or where it is from.
+
+[C] is read in the public code of OPCD (arXiv 2602.12275), [N] are third-party notes on NCA (arXiv 2606.11627).
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    """The training job without a model and a domain, which each setting names."""
+    config = ConfigDict()
+    config.seed = 0  # of data order, sampling and random weights
+    config.steps = 50  # optimizer steps [C]
+    config.batch_size = 128  # prompts a step, one response each [C]
+    config.accumulation = 1  # micro-batches a step; must divide batch_size
+
+    config.model = ConfigDict()
+    config.model.source = placeholder(str)  # Hugging Face directory, or the name of a packaged model
+    config.model.param_dtype = "float32"  # master weights
+    config.model.compute_dtype = "auto"  # bfloat16 on TPU and GPU, float32 on CPU
+    config.model.remat = "full"  # none | dots | full: what the backward pass recomputes
+
+    config.teacher = ConfigDict()
+    config.teacher.source = placeholder(str)  # another checkpoint; unset: the student's initial weights, frozen [C]
+    config.teacher.dtype = "auto"  # bfloat16 on TPU and GPU [C], float32 on CPU
+
+    config.domain = ConfigDict()
+    config.domain.name = placeholder(str)
+    config.domain.settings = ConfigDict()  # arguments of the domain
+
+    config.chat = ConfigDict()
+    config.chat.default_system = "template"  # template | none: keep or remove what the template adds by itself
+    config.chat.date = "26 Jul 2024"  # for templates that print today's date; the same in every view
+    config.chat.template_kwargs = ConfigDict()  # such as enable_thinking
+
+    config.data = ConfigDict()
+    config.data.max_prompt_tokens = 4096  # of a whole prompt, context included [C]
+    config.data.too_long = "error"  # error | skip: prompts are never cut
+
+    config.rollout = ConfigDict()
+    config.rollout.max_new_tokens = 512  # longest response; truncated ones are trained on [C]
+    config.rollout.temperature = 1.0  # also divides the logits of the loss [C]
+    config.rollout.top_p = 1.0  # 1: off
+    config.rollout.top_k = 0  # 0: off
+
+    config.loss = ConfigDict()
+    config.loss.divergence = "reverse_kl"  # reverse_kl | forward_kl | jsd, of the OPD term
+    config.loss.support = "top_k"  # full | top_k ids of the student's no-context view, for both terms
+    config.loss.top_k = 256  # [N]; OPCD too [C]
+    config.loss.tail = "renormalize"  # none | renormalize | bucket; renormalize [N], none in OPCD [C]
+    config.loss.reduction = "token"  # token | sequence: mean over all response tokens of the step [C]
+    config.loss.chunk_size = 1024  # response positions whose logits are in memory at one time
+
+    config.anchor = ConfigDict()
+    config.anchor.beta = 0.5  # best of 0.1 / 0.5 / 1.0 [N]; 0 is plain OPD
+    config.anchor.schedule = "constant"  # constant (the paper) | warmup | gated
+    config.anchor.start_step = 0  # warmup: first step with a weight above 0
+    config.anchor.warmup_steps = 10  # warmup: steps from weight 0 to 1
+    config.anchor.tau = 0.25  # gated: weight exp(-KL / tau), in nats
+
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 5e-6  # [C]; 1e-6 for larger models
+    config.optimizer.schedule = "constant"  # constant [C] | linear | cosine, to 0 at the last step
+    config.optimizer.warmup_steps = 0  # [C]
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.999  # [C]
+    config.optimizer.eps = 1e-8
+    config.optimizer.weight_decay = 0.01  # [C]
+    config.optimizer.clip_norm = 1.0  # global gradient norm [C]
+
+    config.evaluation = ConfigDict()
+    config.evaluation.every = 10  # steps; also before the first and after the last
+    config.evaluation.batch_size = 32  # rows sampled at once
+    config.evaluation.max_items = 500  # held-out items [C]
+    config.evaluation.temperature = 1.0  # [C]; 0 is greedy
+    config.evaluation.top_p = 0.95  # [C]
+    config.evaluation.top_k = 20  # [C]
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = 2  # steps [C]; also after the last
+    config.checkpoint.keep = 2  # newest ones
+
+    config.log = ConfigDict()
+    config.log.samples_every = 5  # steps between entries of samples.jsonl
+    config.log.samples = 4  # prompts per entry, each answered in both views
+
+    config.mesh = ConfigDict()
+    config.mesh.data = 1  # replicas of the weights
+    config.mesh.fsdp = -1  # shards of weights and optimizer; -1: all devices that are left
+    config.mesh.tensor = 1  # shards of heads, mlp and vocabulary
+    return config

@@ -1,0 +1,52 @@
+"""From a domain's examples to packed views, and the grain iterator over them whose position is saved."""
+
+import logging
+from collections.abc import Sequence
+
+import grain.python as grain
+import numpy as np
+
+from nca_jax.data.chat import ChatFormat, Context, ViewPair
+from nca_jax.domains.base import Domain, Example
+from nca_jax.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+def encode_pairs(chat: ChatFormat, domain: Domain, examples: Sequence[Example], context: Context) -> list[ViewPair]:
+    """Both views of every example, each proved to differ in the context only."""
+    return [chat.view_pair(domain.messages(example), context) for example in examples]
+
+
+def fitting(
+    examples: Sequence[Example], views: Sequence[Sequence[ViewPair]], max_prompt_tokens: int, too_long: str
+) -> list[int]:
+    """Indices of the examples whose prompt fits in every view; nothing is ever cut.
+
+    Args:
+      views: for each context, one pair per example.
+      max_prompt_tokens: of a whole prompt, context included.
+      too_long: "error", or "skip": leave the example out and log how many.
+
+    Raises:
+      UserError: an example is too long and that is an error, or all of them are.
+    """
+    length = [max(max(len(p.no_context), len(p.with_context)) for p in pairs) for pairs in zip(*views, strict=True)]
+    kept = [i for i, n in enumerate(length) if n <= max_prompt_tokens]
+    if len(kept) < len(length):
+        worst = max(range(len(length)), key=length.__getitem__)
+        what = f"{len(length) - len(kept)} of {len(length)} prompts exceed data.max_prompt_tokens={max_prompt_tokens}"
+        if too_long == "error" or not kept:
+            raise UserError(f"{what} (longest: {examples[worst].id!r}, {length[worst]}); raise it or shorten them.")
+        _log.warning("%s and are skipped (data.too_long=skip)", what)
+    return kept
+
+
+def training_indices(num_examples: int, batch_size: int, seed: int) -> grain.DatasetIterator:
+    """An endless iterator over batches of example indices, int [batch_size], shuffled anew every epoch.
+
+    Its `get_state()` and `set_state()` are what a checkpoint keeps. Epochs run into each other, so that every batch is
+    full and no example is left out.
+    """
+    dataset = grain.MapDataset.source(np.arange(num_examples)).seed(seed).shuffle().repeat()
+    return iter(dataset.batch(batch_size).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

@@ -1,0 +1,120 @@
+"""Answer conventions that only the context tells: the prompt is a bare word, the answer is checked exactly.
+
+Small enough for a 135M model and a laptop, and yet the real thing: without the context the model answers something
+else, with it (a system line and a few demonstration turns) it answers as shown.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from importlib import resources
+
+from nca_jax.data.chat import Context
+from nca_jax.domains.base import Domain, Example, Probe, Score
+from nca_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Convention:
+    """How a convention answers, and two ways of telling it: the context, and a paraphrase with other words."""
+
+    words: str  # which list: "nouns", with their plurals, or "things", animals and objects in equal number
+    answer: Callable[[dict[str, str]], str]
+    system: str
+    paraphrase: str
+    demonstrations: int
+
+
+_CONVENTIONS = {
+    "plural": _Convention(
+        "nouns",
+        lambda row: row["plural"],
+        system="Give the plural.",
+        paraphrase="Write the word for more than one.",
+        demonstrations=4,
+    ),
+    "category": _Convention(
+        "things",
+        lambda row: f"{row['word']} is an {row['kind']}",
+        system="Answer animal or object.",
+        paraphrase="Say whether it is an animal or an object.",
+        demonstrations=6,
+    ),
+    "first_letter": _Convention(
+        "nouns",
+        lambda row: row["word"][0].upper(),
+        system="Give the first letter of the word.",
+        paraphrase="Which letter does it begin with?",
+        demonstrations=6,
+    ),
+}
+
+# Of the 192 words of a list the first 16 are for demonstrations only, 112 are for training, 64 are held out.
+_DEMONSTRATIONS, _TRAINING = 16, 112
+
+
+class Conventions(Domain):
+    """One convention to be distilled, its paraphrase, and an irrelevant convention that should still be followed.
+
+    Args:
+      convention: "plural", "category" or "first_letter": what the context tells.
+      irrelevant: another one, tried at evaluation only and scored by its own answers.
+
+    Raises:
+      UserError: an unknown convention, the same one twice, or an irrelevant one that the words have no answer for.
+    """
+
+    def __init__(self, convention: str = "plural", irrelevant: str = "first_letter"):
+        for name in (convention, irrelevant):
+            if name not in _CONVENTIONS:
+                raise UserError(f"convention {name!r} is unknown; choose one of {', '.join(_CONVENTIONS)}.")
+        self._rows = {row["word"]: row for row in _word_list(_CONVENTIONS[convention].words)}
+        answerable = irrelevant == "first_letter" or _CONVENTIONS[irrelevant].words == _CONVENTIONS[convention].words
+        if convention == irrelevant or not answerable:
+            raise UserError(f"{irrelevant!r} cannot be the irrelevant convention of {convention!r}; use first_letter.")
+        self._convention = convention
+        self._irrelevant = irrelevant
+        self.context = _context(convention, paraphrased=False)
+
+    def examples(self, split: str) -> Sequence[Example]:
+        words = list(self._rows)
+        start, stop = {
+            "train": (_DEMONSTRATIONS, _DEMONSTRATIONS + _TRAINING),
+            "validation": (_DEMONSTRATIONS + _TRAINING, len(words)),
+        }[split]
+        return [Example(word, word, self._answer(self._convention, word)) for word in words[start:stop]]
+
+    def score(self, example: Example, response_text: str) -> Score:
+        return _exact(example.answer, response_text)
+
+    def probes(self) -> Sequence[Probe]:
+        def score_irrelevant(example: Example, response_text: str) -> Score:
+            return _exact(self._answer(self._irrelevant, example.prompt), response_text)
+
+        return (
+            Probe("paraphrased", _context(self._convention, paraphrased=True), self.score),
+            Probe("irrelevant", _context(self._irrelevant, paraphrased=False), score_irrelevant),
+        )
+
+    def _answer(self, convention: str, word: str) -> str:
+        return _CONVENTIONS[convention].answer(self._rows[word])
+
+
+def _word_list(name: str) -> list[dict[str, str]]:
+    return json.loads(resources.files("nca_jax.domains").joinpath(f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _context(name: str, paraphrased: bool) -> Context:
+    """A system line and demonstration turns; the paraphrase has another line and other words."""
+    convention = _CONVENTIONS[name]
+    start = convention.demonstrations if paraphrased else 0
+    turns = [{"role": "system", "content": convention.paraphrase if paraphrased else convention.system}]
+    for row in _word_list(convention.words)[start : start + convention.demonstrations]:
+        turns.append({"role": "user", "content": row["word"]})
+        turns.append({"role": "assistant", "content": convention.answer(row)})
+    return Context(messages=tuple(turns))
+
+
+def _exact(answer: str, response_text: str) -> Score:
+    given = response_text.strip()
+    return Score(given == answer, given or None)

@@ -1,0 +1,133 @@
+"""From the config to the values that the rooms take, checked before anything is loaded or written."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from nca_jax.errors import UserError
+from nca_jax.models.decoder import REMAT_POLICIES
+from nca_jax.objectives import Support
+from nca_jax.train_step import AnchorSchedule, Objective
+
+_CHOICES = {
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.compute_dtype": ("auto", "float32", "bfloat16"),
+    "model.remat": tuple(REMAT_POLICIES),
+    "teacher.dtype": ("auto", "float32", "bfloat16"),
+    "chat.default_system": ("template", "none"),
+    "data.too_long": ("error", "skip"),
+    "loss.divergence": ("reverse_kl", "forward_kl", "jsd"),
+    "loss.support": ("full", "top_k"),
+    "loss.tail": ("none", "renormalize", "bucket"),
+    "loss.reduction": ("token", "sequence"),
+    "anchor.schedule": ("constant", "warmup", "gated"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+_AT_LEAST = {
+    1: "steps batch_size accumulation data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
+    "anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every checkpoint.keep "
+    "log.samples_every log.samples",
+    0: "anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature optimizer.warmup_steps "
+    "optimizer.weight_decay",
+}
+_ABOVE_ZERO = (
+    "rollout.temperature rollout.top_p evaluation.top_p anchor.tau optimizer.learning_rate optimizer.clip_norm"
+)
+# What may differ when a run is continued: it changes what is written or where arrays lie, and not the run.
+_FREE = ("log.", "checkpoint.", "mesh.")
+
+
+def check(config: ConfigDict) -> None:
+    """Raises a UserError that names the first key whose value cannot work."""
+    flat = flatten(config)
+    for key, allowed in _CHOICES.items():
+        if flat[key] not in allowed:
+            raise UserError(f"config.{key} is {flat[key]!r}; it must be one of {', '.join(allowed)}.")
+    for least, keys in _AT_LEAST.items():
+        for key in keys.split():
+            if flat[key] < least:
+                raise UserError(f"config.{key} is {flat[key]}; it must be at least {least}.")
+    for key in _ABOVE_ZERO.split():
+        if not flat[key] > 0:
+            raise UserError(f"config.{key} is {flat[key]}; it must be above 0.")
+    for key in ("rollout.top_p", "evaluation.top_p"):
+        if flat[key] > 1:
+            raise UserError(f"config.{key} is {flat[key]}; it must be at most 1.")
+    for key in ("model.source", "domain.name"):
+        if flat[key] is None:
+            raise UserError(f"config.{key} is not set; give it in the config file or as --config.{key}=…")
+    if config.batch_size % config.accumulation:
+        raise UserError(
+            f"config.batch_size {config.batch_size} does not divide into {config.accumulation} micro-batches; "
+            "choose an accumulation that divides it."
+        )
+
+
+def flatten(config: ConfigDict) -> dict[str, Any]:
+    """Dotted key -> value, for every leaf."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            flat |= {f"{key}.{below}": leaf for below, leaf in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def fingerprint(config: ConfigDict) -> dict[str, Any]:
+    """The keys that make a run what it is. More steps continue a run if the learning rate does not depend on them."""
+    flat = {key: value for key, value in flatten(config).items() if not key.startswith(_FREE)}
+    if config.optimizer.schedule == "constant":
+        del flat["steps"]
+    return flat
+
+
+def method_name(config: ConfigDict) -> str:
+    """ "opd", or "nca" with its schedule: what the summary line calls the run."""
+    return f"nca_{config.anchor.schedule}" if config.anchor.beta else "opd"
+
+
+def dtype(name: str) -> jnp.dtype:
+    """A dtype by name; "auto" is bfloat16 on accelerators and float32 on CPU, where bfloat16 is not faster."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def make_objective(config: ConfigDict, vocab_size: int) -> Objective:
+    """The loss the config describes, over a tokenizer of that size."""
+    return Objective(
+        vocab_size=vocab_size,
+        divergence=config.loss.divergence,
+        beta=config.anchor.beta,
+        anchor=AnchorSchedule(
+            kind=config.anchor.schedule,
+            start_step=config.anchor.start_step,
+            warmup_steps=config.anchor.warmup_steps,
+            tau=config.anchor.tau,
+        ),
+        support=Support(config.loss.support, config.loss.top_k, config.loss.tail),
+        temperature=config.rollout.temperature,
+        reduction=config.loss.reduction,
+        chunk_size=config.loss.chunk_size,
+    )
+
+
+def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW after clipping by global norm, and the learning rate by step."""
+    settings = config.optimizer
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, max(config.steps - warmup, 1)),
+        "cosine": optax.cosine_decay_schedule(peak, max(config.steps - warmup, 1)),
+    }[settings.schedule]
+    # Warm-up reaches the peak at its last step: the first step already moves.
+    schedule = after
+    if warmup:
+        schedule = optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup])
+    adamw = optax.adamw(schedule, b1=settings.b1, b2=settings.b2, eps=settings.eps, weight_decay=settings.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw), schedule

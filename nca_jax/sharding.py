@@ -1,0 +1,83 @@
+"""The mesh, and the one table that says which mesh axes each logical axis is split over."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from nca_jax.errors import UserError
+from nca_jax.models.architecture import Architecture
+from nca_jax.models.decoder import weight_table
+from nca_jax.train_step import Batch, View
+
+# Logical axis -> mesh axes; None is replicated. Axes of weights are named in `weight_table`.
+RULES: dict[str, tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),
+    "layers": None,
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": None,
+    "mlp": ("tensor",),
+    "norm": None,
+}
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh over all devices, axes "data", "fsdp" and "tensor"; at most one size is -1, which means all the rest.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    names = ("data", "fsdp", "tensor")
+    shape = [sizes[name] for name in names]
+    count = jax.device_count()
+    known = int(np.prod([s for s in shape if s != -1]))
+    if shape.count(-1) > 1 or known < 1 or count % known or (-1 not in shape and known != count):
+        raise UserError(f"mesh sizes {dict(sizes)} do not fit {count} devices; set one of them to -1.")
+    shape = [count // known if s == -1 else s for s in shape]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def named(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    """The sharding of an array whose dimensions carry these logical axes."""
+    return NamedSharding(mesh, PartitionSpec(*(RULES[axis] if axis else None for axis in axes)))
+
+
+def params_sharding(mesh: Mesh, arch: Architecture) -> dict[str, NamedSharding]:
+    """Weight name -> sharding.
+
+    Raises:
+      UserError: a dimension that its mesh axes do not divide, with the sizes.
+    """
+    shardings = {}
+    for name, spec in weight_table(arch).items():
+        for size, axis in zip(spec.shape, spec.axes, strict=True):
+            parts = int(np.prod([mesh.shape[a] for a in RULES[axis] or ()]))
+            if size % parts:
+                raise UserError(
+                    f"weight {name}: its {axis} dimension of {size} does not divide by {parts} devices "
+                    f"({'x'.join(RULES[axis])}); choose other config.mesh sizes."
+                )
+        shardings[name] = named(mesh, *spec.axes)
+    return shardings
+
+
+def like_params(tree: Any, shardings: Mapping[str, NamedSharding], replicated: NamedSharding) -> Any:
+    """Shardings for a tree that holds dicts of the parameters' names (an optimizer state); the rest is replicated."""
+
+    def where(path, _):
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return next((shardings[name] for name in names if name in shardings), replicated)
+
+    return jax.tree_util.tree_map_with_path(where, tree)
+
+
+def batch_sharding(mesh: Mesh) -> Batch:
+    """The sharding of every array of a Batch: examples over the data axes, shared prefixes everywhere."""
+    rows, examples = named(mesh, "batch", None), named(mesh, "batch")
+    view = View(prefix_C=named(mesh, None), prompt_BxP=rows, prompt_length_B=examples)
+    return Batch(no_context=view, with_context=view, response_BxR=rows, response_mask_BxR=rows)

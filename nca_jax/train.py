@@ -1,0 +1,314 @@
+"""The training job, read top to bottom."""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from nca_jax import settings
+from nca_jax.checkpoint import Checkpoints
+from nca_jax.data.chat import PackedView, pack_view
+from nca_jax.data.pipeline import encode_pairs, fitting, training_indices
+from nca_jax.domains import make_domain
+from nca_jax.errors import UserError
+from nca_jax.evaluate import IRRELEVANT, Evaluator, build_views, summarise, write_items
+from nca_jax.logbook import Logbook
+from nca_jax.models.decoder import decoder_graph
+from nca_jax.models.source import load_model, resolve
+from nca_jax.rollout import Rollout, Sampling, example_keys, make_sampler
+from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
+from nca_jax.train_step import Batch, Teacher, TrainState, View, make_train_step, shared_prefix
+
+
+def train(config: ConfigDict, workdir: str) -> str:
+    """Runs or continues the job in `workdir` and returns its summary line.
+
+    Raises:
+      UserError: a config, model or data that cannot work, or a loss that is not finite.
+    """
+    started = time.monotonic()
+    settings.check(config)
+    workdir = epath.Path(workdir)
+
+    # ---------------------------------------------------------------- mesh, model, teacher
+    mesh = make_mesh(config.mesh)
+    if config.batch_size // config.accumulation % (mesh.shape["data"] * mesh.shape["fsdp"]):
+        raise UserError(f"config.batch_size / accumulation must divide by the data x fsdp mesh {dict(mesh.shape)}.")
+    source = resolve(config.model.source)
+    student = load_model(source, settings.dtype(config.model.param_dtype), partial(params_sharding, mesh))
+    graph = decoder_graph(student.arch, settings.dtype(config.model.compute_dtype), config.model.remat)
+    teacher_dtype = settings.dtype(config.teacher.dtype)
+    # A teacher of its own arrays also where it starts as the student: the student's are donated to every step.
+    teacher_source = resolve(config.teacher.source) if config.teacher.source else source
+    teacher_model = load_model(teacher_source, teacher_dtype, partial(params_sharding, mesh))
+    student.check_same_tokenizer(teacher_model)
+    teacher_graph = decoder_graph(teacher_model.arch, settings.dtype(config.model.compute_dtype))
+    vocab_size = len(student.tokenizer)
+
+    # ---------------------------------------------------------------- data
+    domain = make_domain(config.domain.name, **config.domain.settings)
+    chat = student.chat_format(config.chat)
+    limit = (config.data.max_prompt_tokens, config.data.too_long)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > student.arch.max_positions:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}, beyond the model's "
+            f"{student.arch.max_positions} positions; lower one of them."
+        )
+    examples = domain.examples("train")
+    pairs = encode_pairs(chat, domain, examples, domain.context)
+    kept = fitting(examples, [pairs], *limit)
+    examples = [examples[i] for i in kept]
+    view_x = pack_view([pairs[i].no_context for i in kept])
+    view_c = pack_view([pairs[i].with_context for i in kept])
+    indices = training_indices(len(examples), config.batch_size, config.seed)
+    items, views = build_views(chat, domain, domain.examples("validation")[: config.evaluation.max_items], *limit)
+
+    # ---------------------------------------------------------------- compiled functions
+    optimizer, learning_rate = settings.make_optimizer(config)
+    train_step = make_train_step(
+        graph, teacher_graph, optimizer, settings.make_objective(config, vocab_size), config.accumulation
+    )
+    replicated, weights = named(mesh), params_sharding(mesh, student.arch)
+
+    def initial_state(params):
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+    state_sharding = like_params(jax.eval_shape(initial_state, student.params), weights, replicated)
+    train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, replicated))
+    encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
+    encode_teacher = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(teacher_graph, params), prefix_C))
+    sampler = partial(
+        make_sampler,
+        graph,
+        max_new_tokens=config.rollout.max_new_tokens,
+        eos_ids=student.eos_ids,
+        vocab_size=vocab_size,
+    )
+    sample = sampler(top_k=config.rollout.top_k)
+    # One compiled function where both sample alike.
+    same_top_k = config.evaluation.top_k == config.rollout.top_k
+    evaluator = Evaluator(
+        sample=sample if same_top_k else sampler(top_k=config.evaluation.top_k),
+        encode=encode,
+        decode=student.decode,
+        examples=items,
+        views=views,
+        batch_size=min(config.evaluation.batch_size, len(items)),
+        seed=config.seed,
+        sampling=Sampling(float(config.evaluation.temperature), float(config.evaluation.top_p)),
+    )
+    rollouts = _Rollouts(config, mesh, sample, encode, view_x, view_c)
+
+    # ---------------------------------------------------------------- start or resume
+    workdir.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, settings.fingerprint(config))
+    abstract = jax.eval_shape(initial_state, student.params)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, state_sharding)
+    restored = checkpoints.restore_latest(abstract)
+    if restored:
+        state, position, start = restored
+        indices.set_state(position["iterator"])
+        spent = position["seconds"]
+    else:
+        state = jax.jit(initial_state, donate_argnums=0, out_shardings=state_sharding)(student.params)
+        start, spent = 0, 0.0
+    teacher = Teacher(teacher_model.params, encode_teacher(teacher_model.params, jnp.asarray(view_c.prefix_C)))
+    del student.params, teacher_model.params
+    _write_json(workdir / "config.json", config.to_dict())
+    logbook = Logbook(workdir, start, config.steps)
+    logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
+
+    def seconds() -> float:
+        return spent + time.monotonic() - started
+
+    def evaluate(step: int) -> None:
+        began = time.monotonic()
+        results = evaluator(state.params)
+        write_items(workdir / "evaluations" / f"step_{step:08d}.jsonl", results)
+        summary = summarise(results)
+        record = {f"eval/{name}": value for name, value in summary.items()}
+        logbook.metrics(step, record | {"time/eval_seconds": time.monotonic() - began})
+        shown = " ".join(f"{name} {summary[name]:.2f}" for name in results)
+        logbook.say(f"evaluation at step {step}: {shown} harm {summary['harm']:.3f} both {summary['both']:.2f}")
+
+    # ---------------------------------------------------------------- the loop
+    if start == 0:
+        evaluate(0)
+    steps = _StepLog(logbook, learning_rate, start, config.steps, partial(_stop_not_finite, workdir, checkpoints))
+    for step in range(start + 1, config.steps + 1):
+        index = next(indices)
+        batch, rollout = rollouts.batch(state.params, index, step)
+        sample_step = step % config.log.samples_every == 0
+        with_context = rollouts.with_context(state.params, index, step) if sample_step else None
+        state, metrics = train_step(state, teacher, batch)
+        steps.dispatched(_Dispatched(step, metrics, batch))
+        if sample_step:
+            texts = zip(*(_texts(student.decode, r) for r in (rollout, with_context)), strict=False)
+            logbook.samples(
+                step,
+                [
+                    {"id": examples[i].id, "prompt": examples[i].prompt, "no_context": x, "with_context": c}
+                    for i, (x, c) in zip(index, texts, strict=False)
+                ],
+            )
+        last = step == config.steps
+        if last or step % config.evaluation.every == 0:
+            steps.settle()
+            evaluate(step)
+            steps.restart_clock()
+        if last or step % config.checkpoint.every == 0:
+            steps.settle()  # never a checkpoint of a step whose loss nobody has looked at
+            checkpoints.save(state, {"iterator": indices.get_state(), "seconds": seconds()}, step)
+
+    # ---------------------------------------------------------------- summary
+    checkpoints.close()
+    final = logbook.last_evaluation()
+    logbook.close()
+    summary = summary_line(config, final, seconds() if start < config.steps else spent)
+    _write_text(workdir / "summary.txt", summary + "\n")
+    return summary
+
+
+def summary_line(config: ConfigDict, evaluation: dict[str, float], seconds: float) -> str:
+    """One line that says how a run ended; `seconds` is its wall-clock time, all of its parts together."""
+    shown = {
+        "no_context": "no_context",
+        "with_context": "with_context",
+        "harm": "harm",
+        "both": "both",
+        "length_change": "length_change",
+        IRRELEVANT: "other_context",
+    }
+    values = " ".join(
+        f"{name}={evaluation[f'eval/{key}']:.3f}" for key, name in shown.items() if f"eval/{key}" in evaluation
+    )
+    method = settings.method_name(config)
+    return f"summary method={method} {values} steps={evaluation['step']} seconds={seconds:.0f}"
+
+
+class _Dispatched(NamedTuple):
+    """A step the device has been given, and its batch in case it turns out bad."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    batch: Batch
+
+
+class _StepLog:
+    """Reads a step's metrics only after the next one was dispatched, so that the device never waits for the log."""
+
+    def __init__(self, logbook: Logbook, learning_rate: Callable, start: int, total: int, stop_not_finite: Callable):
+        self._logbook, self._learning_rate, self._stop_not_finite = logbook, learning_rate, stop_not_finite
+        self._start, self._total, self._empty = start, total, 0
+        self._pending: _Dispatched | None = None
+        self._training_seconds = 0.0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What has happened since the last step (an evaluation) does not count as training time."""
+        self._before = time.monotonic()
+
+    def dispatched(self, step: _Dispatched) -> None:
+        self.settle()
+        self._pending = step
+
+    def settle(self) -> None:
+        """Waits for the last dispatched step and logs it, or stops the run if it was not finite."""
+        if self._pending is None:
+            return
+        last, self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(last.metrics).items()}
+        if not values.pop("finite"):
+            self._stop_not_finite(last, values)
+        if not values["tokens"]:
+            self._empty += 1
+            self._logbook.say(f"warning: step {last.step} had no response token ({self._empty} such steps so far)")
+        elapsed = time.monotonic() - self._before
+        self._training_seconds += elapsed
+        self.restart_clock()
+        values |= {
+            "learning_rate": float(self._learning_rate(last.step - 1)),
+            "time/seconds": elapsed,
+            "time/tokens_per_second": values["tokens"] / elapsed,
+        }
+        self._logbook.metrics(last.step, values)
+        seconds_left = self._training_seconds / (last.step - self._start) * (self._total - last.step)
+        self._logbook.progress(last.step, values, values["time/tokens_per_second"], seconds_left)
+
+
+class _Rollouts:
+    """Draws the step's responses with the training parameters and lays out the batch on the mesh."""
+
+    def __init__(
+        self, config: ConfigDict, mesh: Mesh, sample: Callable, encode: Callable, view_x: PackedView, view_c: PackedView
+    ):
+        self._sample, self._encode = sample, encode
+        self._view_x, self._view_c = view_x, view_c
+        self._seed, self._shown = config.seed, min(config.log.samples, config.batch_size)
+        self._sampling = Sampling(float(config.rollout.temperature), float(config.rollout.top_p))
+        self._sharding = batch_sharding(mesh)
+
+    def batch(self, params, index_B: np.ndarray, step: int) -> tuple[Batch, Rollout]:
+        """Samples without the context; nothing of it comes to the host."""
+        views = [self._place(view, index_B) for view in (self._view_x, self._view_c)]
+        rollout = self._draw(params, views[0], step)
+        return Batch(*views, rollout.response_BxR, rollout.mask_BxR), rollout
+
+    def with_context(self, params, index_B: np.ndarray, step: int) -> Rollout:
+        """Samples for the first few prompts with the context, for people to look at."""
+        rows = self._view_c.rows(index_B[: self._shown])
+        return self._draw(params, View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), step)
+
+    def _draw(self, params, view: View, step: int) -> Rollout:
+        B = view.prompt_length_B.shape[0]
+        return self._sample(
+            params,
+            self._encode(params, view.prefix_C),
+            view.prompt_BxP,
+            view.prompt_length_B,
+            np.ones(B, bool),
+            example_keys(self._seed, step, jnp.arange(B)),
+            self._sampling,
+        )
+
+    def _place(self, view: PackedView, index_B: np.ndarray) -> View:
+        rows = view.rows(index_B)
+        return jax.device_put(View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), self._sharding.no_context)
+
+
+def _texts(decode: Callable, rollout: Rollout) -> list[str]:
+    response_BxR, mask_BxR = jax.device_get((rollout.response_BxR, rollout.mask_BxR))
+    return [decode(response[mask]) for response, mask in zip(response_BxR, mask_BxR, strict=True)]
+
+
+def _stop_not_finite(workdir: epath.Path, checkpoints: Checkpoints, bad: _Dispatched, values: dict) -> None:
+    """Saves the batch of the bad step and ends the run; what is checkpointed is from before it."""
+    checkpoints.wait()
+    path = workdir / f"not_finite_step_{bad.step}.npz"
+    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(bad.batch))
+    with path.open("wb") as file:
+        np.savez(file, **{jax.tree_util.keystr(key).strip("."): leaf for key, leaf in leaves})
+    raise UserError(
+        f"step {bad.step}: the loss ({values['loss']}) or its gradient ({values['grad_norm']}) is not finite; the "
+        f"batch is in {path} and the last checkpoint is intact; try a lower optimizer.learning_rate."
+    )
+
+
+def _write_text(path: epath.Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _write_json(path: epath.Path, value) -> None:
+    _write_text(path, json.dumps(value, indent=2) + "\n")
