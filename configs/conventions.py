@@ -28,11 +28,13 @@ def get_config(convention: str = "plural") -> ConfigDict:
     config.anchor.schedule = "gated"  # constant from step 0 pulls q_c to a q_x that has not learned yet
 
     config.optimizer.learning_rate = 5e-5  # small model, few steps
+    config.optimizer.schedule = "linear"  # to 0: the end is not a matter of the last batch
     config.optimizer.b2 = 0.99  # 25 steps are too few for 0.999
     config.optimizer.weight_decay = 0.0
 
     config.evaluation.temperature = 0.0  # greedy: 64 items leave no room for sampling noise
     config.evaluation.top_p = 1.0
     config.evaluation.top_k = 0
+    config.evaluation.every = 15  # before, in the middle, after
     config.checkpoint.every = 10  # 1.6 GB each
     return config

@@ -35,9 +35,12 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> None:
     try:
         rest = flags.FLAGS(argv)
+        if _CONFIG.value is not None:
+            _CONFIG.value.keys()  # a file that could not be loaded says so only when it is used
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         # config_flags raises each of these for an unknown key or a value of another type.
-        reason = str(error.args[0] if error.args else error).strip().split("\n")[0]
+        lines = str(error.args[0] if error.args else error).strip().split("\n")
+        reason = (lines[-1] if isinstance(error, OSError) or lines[0].endswith(":") else lines[0]).strip()
         if isinstance(error, (AttributeError, KeyError)):
             reason = f"the config has no key {reason.strip(chr(34) + chr(39))!r}; configs/base.py lists them all."
         raise UserError(f"the command line is wrong: {reason}") from error

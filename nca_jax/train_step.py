@@ -228,7 +228,7 @@ def make_train_step(
         total = jnp.maximum(sums["weight"], 1.0)
         gradient = jax.tree.map(lambda g: g / total, gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        grad_norm = optax.global_norm(gradient)
+        grad_norm = optax.tree.norm(gradient)
         metrics = {
             "loss": loss / total,
             **{name: sums[name] / total for name in ("opd", "nca", "gate")},

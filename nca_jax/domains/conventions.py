@@ -49,7 +49,7 @@ _CONVENTIONS = {
     ),
 }
 
-# Of the 192 words of a list the first 16 are for demonstrations only, 112 are for training, 64 are held out.
+# The first 16 words of a list are for demonstrations only, then 112 for training; the others (64 or more) are held out.
 _DEMONSTRATIONS, _TRAINING = 16, 112
 
 

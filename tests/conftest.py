@@ -1,0 +1,101 @@
+"""Fixtures: a tiny instruct model on disk, and one compilation cache for all tests."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Eight small devices out of one CPU, for the tests of sharding; the others use the first one.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nca_jax.models.architecture import Architecture, architecture_from_config
+from nca_jax.models.decoder import weight_table
+from nca_jax.models.huggingface import name_table
+
+GOLDEN = Path(__file__).parent / "golden"
+# Read where it lies beside the project, never needed.
+SHARED = Path(__file__).parents[2] / "shared"
+
+# ChatML that adds a system message of its own where none is given, as SmolLM2's and Qwen2.5's do.
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are tiny.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EOS = 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Compiled programs are kept between runs where the launcher names a place, else for this run."""
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def byte_tokenizer(chat_template: str = CHATML, **special) -> PreTrainedTokenizerFast:
+    """One token per byte after three special ones: every text has ids, and they decode to it exactly."""
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: i for i, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", **special
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+TINY_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 272,  # 259 tokens and some padding
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+    "eos_token_id": EOS,
+}
+
+
+def random_tensors(arch: Architecture, seed: int = 0, std: float = 0.2) -> dict[str, np.ndarray]:
+    """Hugging Face name -> random float32 tensor in the file's shape, for every weight of the architecture."""
+    rng, table = np.random.default_rng(seed), weight_table(arch)
+    tensors = {}
+    for ours, row in name_table(arch).items():
+        layers = range(arch.num_layers) if table[ours].axes[0] == "layers" else [None]
+        for layer in layers:
+            noise = rng.normal(0, std, row.shape).astype(np.float32)
+            tensors[row.name.format(layer=layer)] = noise + ("norm" in row.name)
+    return tensors
+
+
+def write_model(directory: Path, config: dict = TINY_CONFIG, seed: int = 0, tokenizer=None) -> Path:
+    """A Hugging Face directory with random weights and a byte tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(random_tensors(architecture_from_config(config), seed), directory / "model.safetensors")
+    (tokenizer or byte_tokenizer()).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Hugging Face directory with a tiny random Llama."""
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")

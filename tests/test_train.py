@@ -1,0 +1,212 @@
+"""The whole job on a tiny model: trains, evaluates, resumes, and stops as it should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_model
+
+from configs import conventions
+from nca_jax import train as train_module
+from nca_jax.errors import UserError
+from nca_jax.train import train
+
+REPOSITORY = Path(__file__).parents[1]
+OVERRIDES = {
+    "steps": 6,
+    "batch_size": 4,
+    "data.max_prompt_tokens": 900,
+    "optimizer.learning_rate": 3e-3,
+    "optimizer.schedule": "constant",
+    "rollout.max_new_tokens": 4,
+    "evaluation.every": 4,
+    "evaluation.max_items": 6,
+    "evaluation.batch_size": 4,
+    "checkpoint.every": 2,
+    "log.samples_every": 3,
+    "log.samples": 2,
+    # One device, whatever number the tests simulate.
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+}
+
+
+def tiny_config(model: Path, **overrides):
+    config = conventions.get_config()
+    config.model.source = str(model)
+    for key, value in (OVERRIDES | overrides).items():
+        config.update_from_flattened_dict({key: value})
+    return config
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """The job takes all devices; these tests give it one."""
+    monkeypatch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+
+
+def records(workdir: Path, name: str = "metrics") -> list[dict]:
+    """Records of a .jsonl file without what the clock put in."""
+    lines = (workdir / f"{name}.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model, tmp_path_factory):
+    """A run that nobody interrupted."""
+    workdir = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+        summary = train(tiny_config(tiny_model), str(workdir))
+    return workdir, summary
+
+
+def test_a_run_learns_and_leaves_everything_behind(finished):
+    workdir, summary = finished
+    assert summary.startswith("summary method=nca_gated no_context=")
+    for name in ("with_context", "harm", "both", "length_change", "other_context", "seconds"):
+        assert f" {name}=" in summary
+    assert summary.split(" steps=")[1].startswith("6 ")
+    assert (workdir / "summary.txt").read_text() == summary + "\n"
+    assert json.loads((workdir / "config.json").read_text())["batch_size"] == 4
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["4", "6"]
+    assert list((workdir / "tensorboard").iterdir())
+
+    steps = [r for r in records(workdir) if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["opd"] < 0.5 * steps[0]["opd"]
+    # Frozen initial student as teacher: both terms are equal before the first update.
+    np.testing.assert_allclose(steps[0]["nca"], steps[0]["opd"], rtol=1e-6)
+    assert [r["step"] for r in records(workdir) if "eval/harm" in r] == [0, 4, 6]
+
+    items = [json.loads(line) for line in (workdir / "evaluations/step_00000006.jsonl").read_text().splitlines()]
+    assert len(items) == 6 * 4
+    assert {item["view"] for item in items} == {"no_context", "with_context", "paraphrased", "irrelevant"}
+    samples = records(workdir, "samples")
+    assert [s["step"] for s in samples] == [3, 3, 6, 6]
+    assert set(samples[0]) == {"step", "id", "prompt", "no_context", "with_context"}
+
+
+def test_a_constant_anchor_logs_the_sum_of_its_terms(tiny_model, tmp_path):
+    train(tiny_config(tiny_model, **{"steps": 1, "anchor.schedule": "constant"}), str(tmp_path))
+    first = next(r for r in records(tmp_path) if "loss" in r)
+    np.testing.assert_allclose(first["nca"], first["opd"], rtol=1e-6)
+    np.testing.assert_allclose(first["loss"], 1.5 * first["opd"], rtol=1e-6)
+
+
+def test_a_run_in_two_parts_equals_the_straight_run_bitwise(finished, tiny_model, tmp_path):
+    straight, _ = finished
+    train(tiny_config(tiny_model, steps=3, **{"checkpoint.every": 3, "evaluation.every": 4}), str(tmp_path))
+    train(tiny_config(tiny_model), str(tmp_path))
+    # The short run evaluated at its last step; that record is the only one the straight run does not have.
+    parts = [r for r in records(tmp_path) if not (r["step"] == 3 and "eval/harm" in r)]
+    assert parts == records(straight)
+    assert records(tmp_path, "samples") == records(straight, "samples")
+    for name in ("step_00000004.jsonl", "step_00000006.jsonl"):
+        assert (tmp_path / "evaluations" / name).read_bytes() == (straight / "evaluations" / name).read_bytes()
+
+
+def test_a_finished_run_only_prints_its_summary_again(finished, tiny_model):
+    workdir, summary = finished
+    before = (workdir / "metrics.jsonl").read_bytes()
+    assert train(tiny_config(tiny_model), str(workdir)) == summary
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_config_does_not_continue_a_run(finished, tiny_model):
+    workdir, _ = finished
+    before = (workdir / "config.json").read_bytes()
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate"):
+        train(tiny_config(tiny_model, **{"optimizer.learning_rate": 1e-3}), str(workdir))
+    assert (workdir / "config.json").read_bytes() == before
+
+
+def test_plain_distillation_has_no_anchor(tiny_model, tmp_path):
+    summary = train(tiny_config(tiny_model, **{"steps": 2, "anchor.beta": 0.0}), str(tmp_path))
+    assert summary.startswith("summary method=opd ")
+    assert all(r["nca"] == 0 for r in records(tmp_path) if "loss" in r)
+
+
+def test_another_checkpoint_can_teach(tiny_model, tmp_path):
+    other = write_model(tmp_path / "teacher", seed=1)
+    train(tiny_config(tiny_model, steps=1, **{"teacher.source": str(other)}), str(tmp_path / "run"))
+    first = next(r for r in records(tmp_path / "run") if "loss" in r)
+    assert abs(first["nca"] - first["opd"]) > 1e-3
+
+
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny_model, tmp_path, monkeypatch):
+    real = train_module.make_train_step
+
+    def breaks_at_step_four(*args, **kwargs):
+        step = real(*args, **kwargs)
+
+        def broken(state, teacher, batch):
+            state, metrics = step(state, teacher, batch)
+            bad = state.step >= 4
+            nan = {name: metrics[name] / (1 - bad) for name in ("loss", "grad_norm")}
+            return state, metrics | nan | {"finite": metrics["finite"] * (1 - bad)}
+
+        return broken
+
+    monkeypatch.setattr(train_module, "make_train_step", breaks_at_step_four)
+    with pytest.raises(UserError, match=r"step 4: .* not finite"):
+        train(tiny_config(tiny_model, **{"checkpoint.every": 2}), str(tmp_path))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    saved = np.load(tmp_path / "not_finite_step_4.npz")
+    assert saved["response_BxR"].shape == (4, 4) and "no_context.prompt_BxP" in saved
+    assert max(r["step"] for r in records(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.source": "nowhere"}, "nowhere"),
+        ({"data.max_prompt_tokens": 20}, "max_prompt_tokens"),
+        ({"data.max_prompt_tokens": 4000}, "1024 positions"),
+        ({"accumulation": 3}, "accumulation"),
+        ({"domain.name": "chess"}, "chess"),
+        ({"teacher.source": "nowhere"}, "nowhere"),
+    ],
+)
+def test_input_that_cannot_work_is_refused_before_anything_is_written(overrides, message, tiny_model, tmp_path):
+    with pytest.raises(UserError, match=message):
+        train(tiny_config(tiny_model, **overrides), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def job(model: Path, workdir: Path) -> subprocess.Popen:
+    """The command itself, in a process that can be killed."""
+    flags = [f"--config.{key}={value}" for key, value in OVERRIDES.items()]
+    command = [sys.executable, "-m", "nca_jax.main", "--config=configs/conventions.py", f"--workdir={workdir}"]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [*command, f"--config.model.source={model}", *flags], cwd=REPOSITORY, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_the_job_ends_as_if_nothing_had_happened(tiny_model, tmp_path):
+    unbroken = job(tiny_model, tmp_path / "unbroken")
+    assert unbroken.wait(timeout=300) == 0
+    rng, killed = np.random.default_rng(), 0
+    for _ in range(8):
+        process = job(tiny_model, tmp_path / "killed")
+        deadline = time.monotonic() + rng.uniform(3, 15)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.communicate()
+    assert killed
+    last = job(tiny_model, tmp_path / "killed")
+    assert last.communicate(timeout=300)[0].startswith("summary ") and last.returncode == 0
+    assert records(tmp_path / "killed") == records(tmp_path / "unbroken")
+    assert records(tmp_path / "killed", "samples") == records(tmp_path / "unbroken", "samples")
