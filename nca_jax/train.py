@@ -66,6 +66,7 @@ def train(config: ConfigDict, workdir: str) -> str:
         )
     examples = domain.examples("train")
     pairs = encode_pairs(chat, domain, examples, domain.context)
+    chat.log_pair(pairs[0])
     kept = fitting(examples, [pairs], *limit)
     examples = [examples[i] for i in kept]
     view_x = pack_view([pairs[i].no_context for i in kept])

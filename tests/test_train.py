@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,18 @@ def test_a_run_in_two_parts_equals_the_straight_run_bitwise(finished, tiny_model
     assert records(tmp_path, "samples") == records(straight, "samples")
     for name in ("step_00000004.jsonl", "step_00000006.jsonl"):
         assert (tmp_path / "evaluations" / name).read_bytes() == (straight / "evaluations" / name).read_bytes()
+
+
+def test_a_checkpoint_written_while_training_went_on_continues_to_the_same_end(finished, tiny_model, tmp_path):
+    """Step 4 was being written when step 5 took its buffers; from it, steps 5 and 6 must come out the same."""
+    straight, _ = finished
+    workdir = tmp_path / "copy"
+    shutil.copytree(straight, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    (workdir / "summary.txt").unlink()
+    train(tiny_config(tiny_model), str(workdir))
+    assert records(workdir) == records(straight)
+    assert records(workdir, "samples") == records(straight, "samples")
 
 
 def test_a_finished_run_only_prints_its_summary_again(finished, tiny_model):

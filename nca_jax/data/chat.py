@@ -137,6 +137,11 @@ class ChatFormat:
             raise UserError(f"what follows the prompt {shown} differs between the views; fix chat.template_kwargs.")
         return ViewPair(ids_x, ids_c)
 
+    def log_pair(self, pair: ViewPair) -> None:
+        """Shows one decoded pair, so that a person can see what each view says."""
+        _log.info("no-context view: %r", self.decode(pair.no_context))
+        _log.info("with-context view: %r", self.decode(pair.with_context))
+
     def _proved_parts(self, messages, context):
         """(all ids, ids that overlap the prompt's text, ids after it, decoded text around the prompt)."""
         full = context.apply(messages) if context else list(messages)

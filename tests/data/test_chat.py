@@ -30,7 +30,11 @@ LLAMA = (
     "{{ '[' + m['role'] + ']\n' }}{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
 )
-LLAMA_WITHOUT_DATE_STRING = LLAMA.replace("date_string or ", "")
+DATES = {
+    "either": LLAMA,
+    "date_string": LLAMA.replace("date_string or strftime_now('%d %b %Y')", "date_string"),
+    "strftime_now": LLAMA.replace("date_string or ", ""),
+}
 # Qwen3: an empty think block ends the generation prompt when thinking is switched off.
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 QWEN3 = TURNS + (
@@ -43,7 +47,7 @@ THINKS_WITH_SYSTEM = TURNS + (
 DROPS_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + TURNS
 REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + TURNS
 NUMBERS_TURNS = "{% for m in messages %}{{ loop.index }} {{ m['content'] }}\n{% endfor %}>"
-SHOUTS = TURNS.replace("m['content']", "m['content'] | upper")
+STARS_THE_WORD_COW = TURNS + "{% if messages[-1]['content'] == 'cow' %}*{% endif %}"
 REPEATS = TURNS.replace("m['content'] }}", "m['content'] }} / {{ m['content'] }}")
 
 SYSTEM = Context(messages=({"role": "system", "content": "Give the plural."},))
@@ -100,7 +104,7 @@ def test_nothing_is_reported_where_nothing_is_added(template, caplog):
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("template", [LLAMA, LLAMA_WITHOUT_DATE_STRING], ids=["date_string", "strftime_now"])
+@pytest.mark.parametrize("template", DATES.values(), ids=DATES)
 @pytest.mark.parametrize("context", KINDS.values(), ids=KINDS)
 def test_date_is_pinned_to_one_value_in_both_views(template, context):
     views = texts(chat_format(template, date="03 Feb 2021"), context)
@@ -244,8 +248,9 @@ def test_a_context_that_never_reaches_the_teacher_is_refused():
 
 
 def test_part_of_a_context_that_never_reaches_the_teacher_is_refused():
-    both = Context(messages=(*SYSTEM.messages, *TURN.messages))
-    assert "does not reach" in refusal(chat_format(DROPS_SYSTEM), both)
+    for system in ("Give the plural.", "horse"):  # the second is also in a turn that does reach it
+        both = Context(messages=({"role": "system", "content": system}, *TURN.messages))
+        assert "does not reach" in refusal(chat_format(DROPS_SYSTEM), both)
 
 
 def test_a_context_equal_to_what_the_template_adds_is_refused():
@@ -271,16 +276,20 @@ def test_a_template_that_refuses_system_messages_takes_other_contexts(context):
     assert len(with_context) > len(without)
 
 
-@pytest.mark.parametrize(("template", "reason"), [(SHOUTS, "not once"), (REPEATS, "not once")])
-def test_a_template_that_changes_or_repeats_the_prompt_is_refused(template, reason):
-    template = template.replace("upper", "replace('J', 'I')")
-    assert reason in refusal(chat_format(template), TURN)
+def test_a_template_that_repeats_the_prompt_is_refused():
+    assert "2 times, not once" in refusal(chat_format(REPEATS), TURN)
+
+
+def test_a_template_that_changes_the_prompt_is_refused():
+    chat = chat_format(STARS_THE_WORD_COW)
+    assert "breaks up" in refusal(chat, TURN, "cow")
+    assert texts(chat, TURN, "sheep")[0].startswith("<|im_start|>user\nsheep")
 
 
 # ---------------------------------------------------------------- packing
 
 PROMPTS = {
-    "one prefix": [(1, 2, 3, 4), (1, 2, 5), (1, 2, 6, 7, 8)],
+    "one prefix": [(1, 2, 3, 4), (1, 2, 6, 7, 8), (1, 2, 3, 5)],
     "identical": [(1, 2, 3), (1, 2, 3)],
     "one leads the other": [(1, 2, 3, 4), (1, 2)],
     "nothing in common": [(1, 2), (3,)],
@@ -314,7 +323,7 @@ def test_packing_rounds_the_width_up_to_the_multiple(multiple, longest, width):
 
 def test_rows_keep_the_prefix_and_follow_the_index():
     packed = pack_view(PROMPTS["one prefix"])
-    rows = packed.rows(np.array([2, 0]))
+    rows = packed.rows(np.array([1, 0]))
     assert rows.prefix_C.tolist() == [1, 2]
     assert rows.prompt_length_E.tolist() == [3, 2]
     assert rows.prompt_ExP[:, 0].tolist() == [6, 3]

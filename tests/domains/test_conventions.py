@@ -1,0 +1,161 @@
+"""The word lists and their exact answers."""
+
+import re
+
+import pytest
+
+from nca_jax.domains import make_domain
+from nca_jax.domains.base import Example
+from nca_jax.domains.conventions import Conventions
+from nca_jax.errors import UserError
+
+# convention, irrelevant convention: all pairs that work.
+PAIRS = [
+    ("plural", "first_letter"),
+    ("category", "first_letter"),
+    ("first_letter", "plural"),
+]
+# Nouns whose plural is not the word and an s; the list may hold fewer of them.
+IRREGULAR = (
+    "baby babies, battery batteries, berry berries, box boxes, branch branches, brush brushes, bus buses, bush bushes, "
+    "butterfly butterflies, calf calves, cherry cherries, child children, church churches, city cities, "
+    "cockroach cockroaches, company companies, country countries, deer deer, dish dishes, dress dresses, duty duties, "
+    "foot feet, fox foxes, galaxy galaxies, glass glasses, goose geese, half halves, hero heroes, knife knives, "
+    "lady ladies, leaf leaves, library libraries, life lives, loaf loaves, man men, moose moose, mouse mice, "
+    "party parties, potato potatoes, puppy puppies, sandwich sandwiches, sheep sheep, shelf shelves, story stories, "
+    "theory theories, thief thieves, tomato tomatoes, tooth teeth, virus viruses, wife wives, wolf wolves, woman women"
+)
+
+
+def splits(domain: Conventions) -> tuple[list[Example], list[Example]]:
+    return list(domain.examples("train")), list(domain.examples("validation"))
+
+
+def all_examples(domain: Conventions) -> list[Example]:
+    train, validation = splits(domain)
+    return train + validation
+
+
+def turns(context) -> list[tuple[str, str]]:
+    """(word, answer) of each demonstration."""
+    _, *rest = context.messages
+    return [(user["content"], assistant["content"]) for user, assistant in zip(rest[::2], rest[1::2], strict=True)]
+
+
+@pytest.fixture(params=PAIRS, ids="/".join)
+def domain(request) -> Conventions:
+    return Conventions(*request.param)
+
+
+def test_lists_are_large_enough_and_do_not_overlap(domain):
+    train, validation = splits(domain)
+    assert len(train) >= 96 and len(validation) >= 64
+    ids = [example.id for example in train + validation]
+    assert len(ids) == len(set(ids))
+    assert all(example.id == example.prompt == example.prompt.strip() for example in train + validation)
+
+
+def test_no_demonstration_shows_a_word_or_an_answer_that_is_trained_or_held_out(domain):
+    train, validation = splits(domain)
+    words = {example.prompt for example in train + validation}
+    plurals = {example.answer for example in all_examples(Conventions("plural"))}
+    for context in (domain.context, *(probe.context for probe in domain.probes())):
+        shown = re.findall(r"\w+", " ".join(f"{word} {answer}" for word, answer in turns(context)))
+        assert not words & set(shown)
+        assert not plurals & set(shown)
+
+
+def test_instructions_name_no_word_that_is_trained_or_held_out(domain):
+    words = {example.prompt for example in all_examples(domain)}
+    for context in (domain.context, *(probe.context for probe in domain.probes())):
+        assert not words & set(re.findall(r"\w+", context.messages[0]["content"].lower()))
+
+
+def test_contexts_are_a_system_message_and_four_to_six_turns(domain):
+    for context in (domain.context, *(probe.context for probe in domain.probes())):
+        demonstrations = (len(context.messages) - 1) // 2
+        assert 4 <= demonstrations <= 6
+        assert [m["role"] for m in context.messages] == ["system", *["user", "assistant"] * demonstrations]
+
+
+def test_paraphrase_says_the_same_in_other_words(domain):
+    paraphrase = domain.probes()[0]
+    assert paraphrase.name == "paraphrased"
+    assert paraphrase.context.messages[0] != domain.context.messages[0]
+    assert not set(dict(turns(paraphrase.context))) & set(dict(turns(domain.context)))
+
+
+def test_nothing_of_the_context_is_in_the_prompt(domain):
+    example = domain.examples("train")[0]
+    assert domain.messages(example) == [{"role": "user", "content": example.prompt}]
+    assert domain.with_context(domain.messages(example)) == [*domain.context.messages, *domain.messages(example)]
+
+
+def test_plurals_are_the_word_and_an_s_or_in_the_table_of_the_others():
+    domain = Conventions("plural")
+    plurals = {example.prompt: example.answer for example in all_examples(domain)}
+    plurals |= dict(turns(domain.context) + turns(domain.probes()[0].context))
+    irregular = dict(pair.split() for pair in IRREGULAR.split(", "))
+    assert plurals == {word: irregular.get(word, f"{word}s") for word in plurals}
+    assert len(irregular.keys() & plurals) >= 20
+
+
+def test_categories_are_balanced_in_each_split():
+    for split in splits(Conventions("category")):
+        animals = [example for example in split if example.answer == f"{example.prompt} is an animal"]
+        objects = [example for example in split if example.answer == f"{example.prompt} is an object"]
+        assert len(animals) == len(objects) == len(split) / 2
+
+
+def test_first_letters_are_capitals():
+    for example in all_examples(Conventions("first_letter", "plural")):
+        assert example.answer == example.prompt[0].upper()
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("teeth", (True, "teeth")),
+        (" teeth\n", (True, "teeth")),
+        ("Teeth", (False, "Teeth")),
+        ("teeth.", (False, "teeth.")),
+        ("the teeth", (False, "the teeth")),
+        ("teeth teeth", (False, "teeth teeth")),
+        ("tooth", (False, "tooth")),
+        (" \n", (False, None)),
+        ("", (False, None)),
+    ],
+)
+def test_scoring_is_exact_but_for_blanks_around(response, score):
+    assert Conventions("plural").score(Example("tooth", "tooth", "teeth"), response) == score
+
+
+def test_probes_score_by_their_own_convention():
+    domain = Conventions("plural", "first_letter")
+    paraphrased, irrelevant = domain.probes()
+    for example in domain.examples("validation"):
+        letter = example.prompt[0].upper()
+        assert [paraphrased.score(example, text).correct for text in (example.answer, letter)] == [True, False]
+        assert [irrelevant.score(example, text).correct for text in (example.answer, letter)] == [False, True]
+    assert turns(irrelevant.context) == turns(Conventions("first_letter", "plural").context)
+
+
+@pytest.mark.parametrize("names", [("plural", "rhyme"), ("rhyme", "plural")], ids="/".join)
+def test_unknown_conventions_are_refused(names):
+    with pytest.raises(UserError, match="'rhyme' is unknown; choose one of plural, category, first_letter"):
+        Conventions(*names)
+
+
+@pytest.mark.parametrize("names", [("plural", "plural"), ("plural", "category"), ("category", "plural")], ids="/".join)
+def test_an_irrelevant_convention_that_is_the_same_or_has_no_answers_is_refused(names):
+    with pytest.raises(UserError, match="cannot be the irrelevant convention"):
+        Conventions(*names)
+
+
+def test_domains_are_made_by_name():
+    domain = make_domain("conventions", convention="category")
+    assert domain.context == Conventions("category").context
+    with pytest.raises(UserError, match=r"domain\.name is 'conventionz'"):
+        make_domain("conventionz")
+    with pytest.raises(UserError, match="'colour'"):
+        make_domain("conventions", colour="red")

@@ -1,0 +1,87 @@
+"""What is on disk after a restart, and what is shown on the way."""
+
+import json
+
+import pytest
+from etils import epath
+
+from nca_jax.logbook import Logbook
+
+
+def lines(workdir, name: str) -> list[dict]:
+    return [json.loads(line) for line in (workdir / f"{name}.jsonl").read_bytes().decode().split("\n")[:-1]]
+
+
+def reopen(workdir, start_step: int) -> Logbook:
+    return Logbook(epath.Path(workdir), start_step, total_steps=6)
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A run of four steps, with an evaluation at 0 and 2 and samples at 2 and 4."""
+    book = reopen(tmp_path, 0)
+    book.metrics(0, {"eval/harm": 0.0})
+    for step in range(1, 5):
+        book.metrics(step, {"loss": step / 10})
+        if step % 2 == 0:
+            book.samples(step, [{"prompt": "cow", "no_context": "kühe"}, {"prompt": "ox", "no_context": "oxen"}])
+        if step == 2:
+            book.metrics(step, {"eval/harm": 0.5})
+    book.close()
+    return tmp_path
+
+
+def test_records_are_one_line_each(workdir):
+    assert [record["step"] for record in lines(workdir, "metrics")] == [0, 1, 2, 2, 3, 4]
+    assert lines(workdir, "metrics")[2] == {"step": 2, "loss": 0.2}
+    assert lines(workdir, "samples")[0] == {"step": 2, "prompt": "cow", "no_context": "kühe"}
+    assert any((workdir / "tensorboard").iterdir())
+
+
+def test_a_restart_drops_what_came_after_its_step_and_goes_on(workdir):
+    book = reopen(workdir, 2)
+    assert [record["step"] for record in lines(workdir, "metrics")] == [0, 1, 2, 2]
+    assert [record["step"] for record in lines(workdir, "samples")] == [2, 2]
+    book.metrics(3, {"loss": 7.0})
+    assert lines(workdir, "metrics")[-1] == {"step": 3, "loss": 7.0}
+    assert not list(workdir.glob("*.tmp"))
+
+
+def test_a_restart_at_the_last_step_keeps_every_record(workdir):
+    before = (workdir / "metrics.jsonl").read_bytes()
+    reopen(workdir, 4)
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"step": 4, "loss": 0.5}', "{"])
+def test_a_last_line_that_was_left_unfinished_is_dropped(torn, workdir):
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    reopen(workdir, 4)
+    assert [record["step"] for record in lines(workdir, "metrics")] == [0, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\r", "\x1e"])
+def test_line_separators_in_a_model_text_do_not_end_its_record(separator, workdir):
+    book = reopen(workdir, 4)
+    book.samples(5, [{"no_context": f"a{separator}b"}, {"no_context": "next"}])
+    reopen(workdir, 5)
+    assert [record["no_context"] for record in lines(workdir, "samples")[-2:]] == [f"a{separator}b", "next"]
+
+
+def test_last_evaluation_is_the_newest_record_that_holds_one(workdir):
+    assert reopen(workdir, 4).last_evaluation() == {"step": 2, "eval/harm": 0.5}
+    assert reopen(workdir, 1).last_evaluation() == {"step": 0, "eval/harm": 0.0}
+
+
+def test_progress_shows_step_losses_speed_and_time_left(workdir, capsys):
+    values = {"loss": 0.25, "opd": 0.125, "nca": 1 / 3, "grad_norm": 9.0}
+    reopen(workdir, 4).progress(5, values, tokens_per_second=1234.5, seconds_left=125.9)
+    shown = capsys.readouterr()
+    assert shown.err == "step 5/6 loss 0.2500 opd 0.1250 nca 0.3333 1234 tokens/s 2:05 left\n"
+    assert shown.out == ""
+
+
+def test_say_writes_one_line_to_stderr(workdir, capsys):
+    reopen(workdir, 4).say("evaluation at step 4")
+    assert capsys.readouterr() == ("", "evaluation at step 4\n")
