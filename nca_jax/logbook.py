@@ -55,7 +55,7 @@ class Logbook:
 
     def last_evaluation(self) -> dict[str, Any]:
         """The newest record of metrics.jsonl that holds an evaluation."""
-        records = map(json.loads, self._files["metrics"].read_text().splitlines())
+        records = map(json.loads, filter(None, self._files["metrics"].read_text().split("\n")))
         return [record for record in records if any(key.startswith("eval/") for key in record)][-1]
 
     def close(self) -> None:
@@ -72,10 +72,12 @@ def _drop_after(path: epath.Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+    # Not splitlines(): a model's text may hold other characters that it takes for the end of a line.
+    *lines, _unfinished = path.read_text().split("\n")
+    for line in lines:
+        if json.loads(line)["step"] > step:
             break
-        kept.append(line)
+        kept.append(line + "\n")
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(kept))
     temporary.replace(path)

@@ -42,7 +42,9 @@ def _parse(argv: Sequence[str]) -> None:
         lines = str(error.args[0] if error.args else error).strip().split("\n")
         reason = (lines[-1] if isinstance(error, OSError) or lines[0].endswith(":") else lines[0]).strip()
         if isinstance(error, (AttributeError, KeyError)):
-            reason = f"the config has no key {reason.strip(chr(34) + chr(39))!r}; configs/base.py lists them all."
+            key = reason.strip("\"'")
+            where = next((word.split("=")[0] for word in argv if f".{key}" in word), key)
+            reason = f"the config has no key {where}; configs/base.py lists them all."
         raise UserError(f"the command line is wrong: {reason}") from error
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; options begin with --config. or --workdir.")

@@ -31,10 +31,11 @@ _AT_LEAST = {
     "anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every checkpoint.keep "
     "log.samples_every log.samples",
     0: "anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature optimizer.warmup_steps "
-    "optimizer.weight_decay",
+    "optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
 _ABOVE_ZERO = (
-    "rollout.temperature rollout.top_p evaluation.top_p anchor.tau optimizer.learning_rate optimizer.clip_norm"
+    "rollout.temperature rollout.top_p evaluation.top_p anchor.tau "
+    "optimizer.learning_rate optimizer.clip_norm optimizer.eps"
 )
 # What may differ when a run is continued: it changes what is written or where arrays lie, and not the run.
 _FREE = ("log.", "checkpoint.", "mesh.")
@@ -48,7 +49,7 @@ def check(config: ConfigDict) -> None:
             raise UserError(f"config.{key} is {flat[key]!r}; it must be one of {', '.join(allowed)}.")
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
-            if flat[key] < least:
+            if not flat[key] >= least:
                 raise UserError(f"config.{key} is {flat[key]}; it must be at least {least}.")
     for key in _ABOVE_ZERO.split():
         if not flat[key] > 0:
@@ -56,6 +57,9 @@ def check(config: ConfigDict) -> None:
     for key in ("rollout.top_p", "evaluation.top_p"):
         if flat[key] > 1:
             raise UserError(f"config.{key} is {flat[key]}; it must be at most 1.")
+    for key in ("optimizer.b1", "optimizer.b2"):
+        if not flat[key] < 1:
+            raise UserError(f"config.{key} is {flat[key]}; it must be below 1.")
     for key in ("model.source", "domain.name"):
         if flat[key] is None:
             raise UserError(f"config.{key} is not set; give it in the config file or as --config.{key}=…")
@@ -128,6 +132,8 @@ def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, op
     # Warm-up reaches the peak at its last step: the first step already moves.
     schedule = after
     if warmup:
-        schedule = optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup])
+        schedule = optax.join_schedules(
+            [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup]
+        )
     adamw = optax.adamw(schedule, b1=settings.b1, b2=settings.b2, eps=settings.eps, weight_decay=settings.weight_decay)
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw), schedule

@@ -3,8 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight small devices out of one CPU, for the tests of sharding; the others use the first one.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Eight small devices out of one CPU, for the tests of sharding; the others use the first one. Without optimisation XLA
+# compiles about twice as fast, and compiling is most of what tests of tiny models do.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import json

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 CONFIG = f"--config={ROOT}/configs/conventions.py"
 
 MISTAKES = {
-    "unknown key": ([CONFIG, "--config.typo=1"], "no key 'typo'"),
-    "unknown nested key": ([CONFIG, "--config.anchor.typo=1"], "no key 'typo'"),
+    "unknown key": ([CONFIG, "--config.typo=1"], "no key --config.typo"),
+    "unknown nested key": ([CONFIG, "--config.anchor.typo=1"], "no key --config.anchor.typo"),
     "a value below a leaf": ([CONFIG, "--config.steps.typo=1"], "typo"),
     "word for a number": ([CONFIG, "--config.steps=many"], "many"),
     "fraction for a whole number": ([CONFIG, "--config.steps=1.5"], "1.5"),

@@ -86,9 +86,9 @@ def mean_loss_and_gradient(objective, params, teacher, batch):
     return loss / sums["weight"], jax.tree.map(lambda g: np.asarray(g / sums["weight"]), gradient), sums
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("split", [True, False], ids=["shared prefix", "repeated"])
+@pytest.mark.parametrize(("case", "split"), [*((case, True) for case in CASES), ("nca_gated", False)])
 def test_loss_and_gradient_equal_torch(case, split, student, teacher_params):
+    """With the shared tokens kept once, and (one case) repeated in every example."""
     batch = golden_batch(split=split)
     teacher = make_teacher(teacher_params, batch.with_context.prefix_C) if split else Teacher(teacher_params, [])
     loss, gradient, _ = mean_loss_and_gradient(CASES[case], student, teacher, batch)

@@ -14,7 +14,6 @@ N, V = 7, 12
 WIDTHS = (8, 6, 8)  # of student, teacher and anchored: the teacher may be another model
 VALID = np.array([1, 1, 0, 1, 1, 1, 0], bool)
 FULL, TEMPERATURE = Support(), 0.7
-SUPPORTS = [FULL] + [Support("top_k", 4, tail) for tail in ("none", "renormalize", "bucket")]
 
 
 def random_inputs(seed=0, rows=V):
@@ -89,12 +88,13 @@ def test_chunks_equal_the_dense_computation(chunk_size):
     assert_same(functools.partial(chunked, chunk_size=chunk_size), dense, random_inputs())
 
 
-@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
-@pytest.mark.parametrize("support", SUPPORTS, ids=lambda s: "full" if s.kind == "full" else s.tail)
-def test_every_divergence_and_support_equals_the_dense_computation(kind, support):
-    if kind == "jsd" and support.tail == "none":
-        pytest.skip("a truncated mixture has no dense counterpart")
-    settings = dict(kind=kind, support=support)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(kind="forward_kl"), dict(kind="jsd")]
+    + [dict(support=Support("top_k", 4, tail)) for tail in ("none", "renormalize", "bucket")],
+    ids=["forward_kl", "jsd", "none", "renormalize", "bucket"],
+)
+def test_every_divergence_and_support_equals_the_dense_computation(settings):
     assert_same(functools.partial(chunked, **settings), functools.partial(dense, **settings), random_inputs())
 
 

@@ -49,7 +49,8 @@ class Context:
 
     def texts(self) -> list[str]:
         """What must be found, in this order, in the with-context view and nowhere else."""
-        return [text for m in self.messages if (text := m["content"].strip())] + [self.block.strip()] * bool(self.block)
+        texts = [*(message["content"] for message in self.messages), self.block]
+        return [text.strip() for text in texts if text.strip()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +89,13 @@ class ChatFormat:
         if default_system not in ("template", "none"):
             raise UserError(f"chat.default_system is {default_system!r}; it must be 'template' or 'none'.")
         try:
-            pinned = datetime.datetime.strptime(date, "%d %b %Y")
+            datetime.datetime.strptime(date, "%d %b %Y")
         except ValueError as error:
             raise UserError(f"chat.date is {date!r} but must look like '26 Jul 2024'.") from error
         self._tokenizer = tokenizer
-        self._template_kwargs = {
-            **(template_kwargs or {}),
-            # The two ways in which templates ask for today's date.
-            "date_string": date,
-            "strftime_now": pinned.strftime,
-        }
+        # Templates ask for today's date by a variable, or by a function, which a macro of its name replaces.
+        self._template_kwargs = {**(template_kwargs or {}), "date_string": date}
+        self._chat_template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{tokenizer.chat_template}"
         self._around: dict[Any, tuple[str, str]] = {}
         self._removed: list[tuple[str, str]] = []  # (leading text, what stands there instead)
         self.added_text = self._find_additions(remove=default_system == "none")
@@ -178,7 +176,11 @@ class ChatFormat:
     def _template(self, messages, add_generation_prompt: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
+                list(messages),
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
             )
         except Exception as error:  # whatever the template's author raises
             raise UserError(f"the chat template of {self._tokenizer.name_or_path} refuses: {error}.") from error
@@ -209,8 +211,14 @@ class ChatFormat:
 
         # Some templates also add to a system message that is given (Llama-3.1: a date before the text).
         system_header = header.replace("user", "system")
-        with_system = self._template([{"role": "system", "content": "ZAQ"}, user], add_generation_prompt=False)
-        added_to_system = with_system.partition("ZAQ")[0].removeprefix(bos).removeprefix(system_header)
+        added_to_system = ""
+        try:
+            with_system = self._template([{"role": "system", "content": "ZAQ"}, user], add_generation_prompt=False)
+        except UserError:
+            with_system = ""  # this template takes no system message, so it adds nothing to one
+        before_system, found, _ = with_system.removeprefix(bos).partition("ZAQ")
+        if found and before_system.startswith(system_header):
+            added_to_system = before_system.removeprefix(system_header)
         if added or added_to_system:
             _log.info(
                 "the chat template adds by itself, without a system message: %r; to a system message: %r (%s)",

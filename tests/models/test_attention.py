@@ -1,0 +1,99 @@
+"""Attention against a loop over examples, heads and queries in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nca_jax.models.attention import KeyBlock, attend
+
+B, T, H, Q = 2, 3, 4, 8
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def random_block(S, K, seed, shared=False, visible=None):
+    batch = () if shared else (B,)
+    return KeyBlock(random(*batch, S, K, Q, seed=seed), random(*batch, S, K, Q, seed=seed + 1), visible)
+
+
+def naive(q_BxTxHxQ, blocks):
+    """Float64; every example, query and head by itself, all blocks laid out one after the other."""
+    out = np.zeros((B, T, H, Q))
+    for b, t, h in np.ndindex(B, T, H):
+        keys, values = [], []
+        for k, v, visible in blocks:
+            k, v = (np.asarray(x if x.ndim == 3 else x[b], np.float64) for x in (k, v))
+            seen = slice(None) if visible is None else np.asarray(visible)[b % len(visible), t]
+            head = h * k.shape[1] // H
+            keys.append(k[seen, head])
+            values.append(v[seen, head])
+        weights = np.exp(np.concatenate(keys) @ np.asarray(q_BxTxHxQ[b, t, h], np.float64) / np.sqrt(Q))
+        out[b, t, h] = weights @ np.concatenate(values) / weights.sum()
+    return out
+
+
+CAUSAL = jnp.tril(jnp.ones((1, T, T), bool))
+PER_EXAMPLE = jnp.array([[[1, 0, 1, 0]] * T, [[0, 1, 1, 1]] * T], bool)
+
+
+@pytest.mark.parametrize("K", [4, 2, 1], ids=["one key head each", "two per key head", "one key head"])
+def test_one_softmax_over_all_blocks(K):
+    q = random(B, T, H, Q, seed=9)
+    blocks = [
+        random_block(5, K, 10, shared=True),
+        random_block(4, K, 20, visible=PER_EXAMPLE),
+        random_block(T, K, 30, visible=CAUSAL),
+    ]
+    np.testing.assert_allclose(attend(q, blocks), naive(q, blocks), atol=1e-5)
+
+
+def test_a_shared_block_equals_its_keys_repeated_for_every_example():
+    """In values, and in the gradient, which adds up over the examples."""
+    q, own = random(B, T, H, Q, seed=9), random_block(T, 2, 30, visible=CAUSAL)
+    visible = jnp.array([[[1, 1, 0, 1, 1]] * T, [[0, 1, 1, 1, 0]] * T], bool)
+    shared = random_block(5, 2, 10, shared=True)
+
+    def run(repeat):
+        def loss(k, v):
+            if repeat:
+                k, v = (jnp.broadcast_to(x, (B, *x.shape)) for x in (k, v))
+            out = attend(q, [KeyBlock(k, v, visible), own])
+            return (out**2).sum(), out
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(shared.k, shared.v)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), run(False), run(True))
+
+
+def test_a_query_that_sees_nothing_is_finite_in_value_and_gradient():
+    visible = jnp.ones((B, T, 4), bool).at[1, 2].set(False)
+
+    def loss(q, k, v):
+        out = attend(q, [KeyBlock(k, v, visible)])
+        return (out**2).sum(), out
+
+    arguments = random(B, T, H, Q), random(B, 4, 2, Q, seed=1), random(B, 4, 2, Q, seed=2)
+    gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arguments)
+    assert all(np.isfinite(x).all() for x in (out, *gradients))
+    mean = np.repeat(np.asarray(arguments[2][1]).mean(axis=0), 2, axis=0)
+    np.testing.assert_allclose(out[1, 2], mean, atol=1e-6)
+    np.testing.assert_array_equal(gradients[0][1, 2], 0)
+
+
+def test_an_invisible_key_has_no_part_in_value_or_gradient():
+    q, own = random(B, T, H, Q, seed=9), random_block(T, 2, 30, visible=CAUSAL)
+    hidden = random_block(4, 2, 10, visible=jnp.zeros((1, T, 4), bool))
+    np.testing.assert_allclose(attend(q, [hidden, own]), attend(q, [own]), atol=1e-6)
+    gradient = jax.grad(lambda k: (attend(q, [KeyBlock(k, hidden.v, hidden.visible), own]) ** 2).sum())(hidden.k)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_bfloat16_queries_give_bfloat16_from_a_float32_softmax():
+    """1024 equal keys: their weights of 1/1024 must add up to 1, which a bfloat16 sum does not reach."""
+    q = jnp.ones((1, 1, H, Q), jnp.bfloat16)
+    out = attend(q, [KeyBlock(jnp.ones((1, 1024, 2, Q), q.dtype), jnp.ones((1, 1024, 2, Q), q.dtype))])
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), 1, atol=2**-7)

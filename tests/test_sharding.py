@@ -1,0 +1,146 @@
+"""Meshes of eight simulated devices: what is refused, where things go, and the same gradient on each."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import TINY_CONFIG
+from flax import nnx
+
+from nca_jax.errors import UserError
+from nca_jax.models.architecture import architecture_from_config
+from nca_jax.models.decoder import decoder_graph, random_params, weight_table
+from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
+from nca_jax.train_step import Batch, Objective, Teacher, View, loss_sums, shared_prefix
+
+ARCH = architecture_from_config(TINY_CONFIG)
+GRAPH = decoder_graph(ARCH)
+
+
+def mesh_of(data, fsdp, tensor):
+    return make_mesh({"data": data, "fsdp": fsdp, "tensor": tensor})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((2, 2, 2), (2, 2, 2)),
+        ((1, 8, 1), (1, 8, 1)),
+        ((-1, 2, 2), (2, 2, 2)),
+        ((1, -1, 2), (1, 4, 2)),
+        ((8, 1, -1), (8, 1, 1)),
+    ],
+)
+def test_mesh_sizes(sizes, shape):
+    mesh = mesh_of(*sizes)
+    assert (tuple(mesh.shape), tuple(mesh.shape.values())) == (("data", "fsdp", "tensor"), shape)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (16, 1, 1), (3, 1, 1), (-1, 3, 1), (-1, -1, 1), (0, 8, 1), (0, -1, 1), (-1, 16, 1)]
+)
+def test_mesh_sizes_that_do_not_fit_the_devices_are_refused(sizes):
+    with pytest.raises(UserError, match=f"'data': {sizes[0]}.*8 devices"):
+        mesh_of(*sizes)
+
+
+def test_weights_are_split_along_the_axes_of_their_table():
+    mesh = mesh_of(1, 4, 2)
+    split = {name: s.shard_shape(weight_table(ARCH)[name].shape) for name, s in params_sharding(mesh, ARCH).items()}
+    assert split["embedding"] == (136, 8)
+    assert split["query"] == (2, 8, 2, 16) and split["key"] == split["value"] == (2, 8, 1, 16)
+    assert split["output"] == (2, 2, 16, 8)
+    assert split["gate"] == split["up"] == (2, 8, 32) and split["down"] == (2, 32, 8)
+    assert split["final_norm"] == (32,) and split["attention_norm"] == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "named"),
+    [
+        ((1, 2, 4), {}, "weight key: its kv_heads dimension of 2 does not divide by 4 devices (tensor)"),
+        (
+            (1, 8, 1),
+            {"hidden_size": 36},
+            "weight embedding: its embed dimension of 36 does not divide by 8 devices (fsdp)",
+        ),
+        ((4, 1, 2), {"vocab_size": 271}, "weight embedding: its vocab dimension of 271"),
+        ((4, 1, 2), {"intermediate_size": 63}, "weight gate: its mlp dimension of 63"),
+    ],
+)
+def test_a_dimension_that_does_not_divide_is_named(sizes, change, named):
+    with pytest.raises(UserError) as caught:
+        params_sharding(mesh_of(*sizes), architecture_from_config(TINY_CONFIG | change))
+    assert named in str(caught.value)
+
+
+def test_moments_of_the_optimizer_lie_where_their_weights_do():
+    mesh = mesh_of(1, 4, 2)
+    weights, replicated = params_sharding(mesh, ARCH), named(mesh)
+    state = jax.eval_shape(optax.adamw(1e-3).init, jax.eval_shape(lambda: random_params(ARCH, 0)))
+    adam = like_params(state, weights, replicated)[0]
+    assert adam.mu == adam.nu == weights and adam.count == replicated
+
+
+def random_batch(B=8, P=5, R=4, C=3) -> Batch:
+    rng = np.random.default_rng(0)
+    ids = lambda *shape: jnp.asarray(rng.integers(3, 259, shape), jnp.int32)  # noqa: E731
+
+    def view(C):
+        return View(ids(C), ids(B, P), jnp.asarray(rng.integers(1, P + 1, B), jnp.int32))
+
+    # Lengths 0, 1, 2, ...: devices have different numbers of tokens, and one has none.
+    return Batch(view(C), view(C + 4), ids(B, R), jnp.arange(R) < (jnp.arange(B) % (R + 1))[:, None])
+
+
+def loss_and_gradient(params, teacher_params, batch):
+    objective = Objective(vocab_size=259, chunk_size=16)
+
+    @jax.jit
+    def run(params, teacher_params, batch):
+        prefix = shared_prefix(nnx.merge(GRAPH, teacher_params), batch.with_context.prefix_C)
+        teacher = Teacher(teacher_params, prefix)
+        return jax.value_and_grad(loss_sums, has_aux=True)(
+            params, GRAPH, GRAPH, teacher, batch, jnp.int32(0), objective
+        )
+
+    (loss, sums), gradient = run(params, teacher_params, batch)
+    return loss, sums, gradient
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    params, teacher_params = random_params(ARCH, 0), random_params(ARCH, 1)
+    # Weights ten times as large as fresh ones, for divergences that are not nearly 0.
+    params, teacher_params = (jax.tree.map(lambda w: w * 10 if w.ndim > 2 else w, p) for p in (params, teacher_params))
+    return params, teacher_params, loss_and_gradient(params, teacher_params, random_batch())
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_loss_and_gradient_equal_those_of_one_device(sizes, on_one_device):
+    params, teacher_params, (loss, sums, gradient) = on_one_device
+    mesh = mesh_of(*sizes)
+    weights = params_sharding(mesh, ARCH)
+    found_loss, found_sums, found_gradient = loss_and_gradient(
+        jax.device_put(params, weights),
+        jax.device_put(teacher_params, weights),
+        jax.device_put(random_batch(), batch_sharding(mesh)),
+    )
+    assert loss > 0.1 and sums["weight"] == random_batch().response_mask_BxR.sum()
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
+    for name in sums:
+        np.testing.assert_allclose(found_sums[name], sums[name], rtol=1e-5, err_msg=name)
+    for name, g in gradient.items():
+        np.testing.assert_allclose(found_gradient[name], g, atol=1e-5 * np.abs(g).max(), err_msg=name)
+
+
+def test_a_batch_lies_over_the_data_axes_and_a_prefix_everywhere():
+    sharding = batch_sharding(mesh_of(2, 2, 2))
+    batch = jax.device_put(random_batch(), sharding)
+    for field in dataclasses.fields(batch):
+        part = getattr(batch, field.name)
+        rows = [part.prompt_BxP, part.prompt_length_B] if isinstance(part, View) else [part]
+        assert all(x.addressable_shards[0].data.shape == (2, *x.shape[1:]) for x in rows), field.name
+    assert batch.with_context.prefix_C.sharding.is_fully_replicated
