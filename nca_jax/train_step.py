@@ -221,7 +221,10 @@ def make_train_step(
             shapes = jax.eval_shape(sums_and_gradient, jax.tree.map(lambda x: x[0], parts))
             # Accumulated in float32 also where the parameters are bfloat16.
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-            add = lambda total, part: (jax.tree.map(jnp.add, total, sums_and_gradient(part)), None)  # noqa: E731
+
+            def add(total, part):
+                return jax.tree.map(jnp.add, total, sums_and_gradient(part)), None
+
             ((loss, sums), gradient), _ = jax.lax.scan(add, zeros, parts)
 
         # A step without any response token has sum 0 and gradient 0; only 0 / 0 must be avoided.

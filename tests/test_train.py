@@ -46,10 +46,14 @@ def tiny_config(model: Path, **overrides):
     return config
 
 
+def take_devices(monkeypatch, count: int) -> None:
+    """The job takes all devices there are; this makes them `count`."""
+    monkeypatch.setattr("nca_jax.sharding.jax.device_count", lambda: count)
+
+
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """The job takes all devices; these tests give it one."""
-    monkeypatch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+    take_devices(monkeypatch, 1)
 
 
 def records(workdir: Path, name: str = "metrics") -> list[dict]:
@@ -63,7 +67,7 @@ def finished(tiny_model, tmp_path_factory):
     """A run that nobody interrupted."""
     workdir = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+        take_devices(patch, 1)
         summary = train(tiny_config(tiny_model), str(workdir))
     return workdir, summary
 
@@ -123,6 +127,18 @@ def test_a_checkpoint_written_while_training_went_on_continues_to_the_same_end(f
     train(tiny_config(tiny_model), str(workdir))
     assert records(workdir) == records(straight)
     assert records(workdir, "samples") == records(straight, "samples")
+
+
+def test_eight_devices_train_sample_and_evaluate_as_one(tiny_model, tmp_path, monkeypatch):
+    overrides = {"steps": 2, "batch_size": 8, "accumulation": 2, "evaluation.every": 2}
+    train(tiny_config(tiny_model, **overrides), str(tmp_path / "one"))
+    take_devices(monkeypatch, 8)
+    mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    train(tiny_config(tiny_model, **overrides, **mesh), str(tmp_path / "eight"))
+    for one, eight in zip(records(tmp_path / "one"), records(tmp_path / "eight"), strict=True):
+        assert one.keys() == eight.keys()
+        for name, value in one.items():
+            np.testing.assert_allclose(eight[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_a_finished_run_only_prints_its_summary_again(finished, tiny_model):
