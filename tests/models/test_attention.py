@@ -47,7 +47,7 @@ def test_one_softmax_over_all_blocks(K):
         random_block(4, K, 20, visible=PER_EXAMPLE),
         random_block(T, K, 30, visible=CAUSAL),
     ]
-    np.testing.assert_allclose(attend(q, blocks), naive(q, blocks), atol=1e-5)
+    np.testing.assert_allclose(jax.jit(attend)(q, blocks), naive(q, blocks), atol=1e-5)
 
 
 def test_a_shared_block_equals_its_keys_repeated_for_every_example():
