@@ -35,8 +35,10 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     names = ("data", "fsdp", "tensor")
     shape = [sizes[name] for name in names]
     count = jax.device_count()
-    known = int(np.prod([s for s in shape if s != -1]))
-    if shape.count(-1) > 1 or known < 1 or count % known or (-1 not in shape and known != count):
+    given = [size for size in shape if size != -1]
+    known = int(np.prod(given))
+    fits = min(given, default=1) >= 1 and (count % known == 0 if -1 in shape else known == count)
+    if shape.count(-1) > 1 or not fits:
         raise UserError(f"mesh sizes {dict(sizes)} do not fit {count} devices; set one of them to -1.")
     shape = [count // known if s == -1 else s for s in shape]
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))

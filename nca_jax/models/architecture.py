@@ -82,6 +82,8 @@ def load_architecture(directory: str) -> Architecture:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); download the file again.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a model's configuration but a {type(config).__name__}; download it again.")
     return architecture_from_config(config, where=str(path))
 
 
@@ -96,7 +98,7 @@ def architecture_from_config(config: Mapping[str, Any], where: str = "config.jso
       UserError: an unknown model type, a missing size, or a setting the decoder would compute wrongly.
     """
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise UserError(f"{where}: model_type {family!r} is not supported; use one of {', '.join(_FAMILIES)}.")
     qk_norm, qkv_bias = _FAMILIES[family]
 
@@ -125,6 +127,7 @@ def architecture_from_config(config: Mapping[str, Any], where: str = "config.jso
         raise UserError(f"{where}: head_dim {head_dim} is odd, so rotary embeddings cannot split it in halves.")
     if config.get("rms_norm_eps") is None:
         raise UserError(f"{where}: rms_norm_eps is missing; copy it from the model's original config.json.")
+    rms_norm_eps = _positive(config["rms_norm_eps"], "rms_norm_eps", where)
     theta, scaling = _rope(config, where)
 
     known = _IGNORED | _REQUIRED_VALUES.keys() | _READ
@@ -142,7 +145,7 @@ def architecture_from_config(config: Mapping[str, Any], where: str = "config.jso
         mlp_size=size("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=float(config["rms_norm_eps"]),
+        rms_norm_eps=rms_norm_eps,
         # transformers' default where the key is absent is False for these three families.
         tied_head=bool(config.get("tie_word_embeddings", False)),
         qk_norm=qk_norm,
@@ -151,26 +154,41 @@ def architecture_from_config(config: Mapping[str, Any], where: str = "config.jso
     )
 
 
+# transformers writes this into the dictionary where the whole head is rotated, as it is here.
+_WHOLE_HEAD = ("partial_rotary_factor", 1.0)
+_LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
-    settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    thetas = {float(t) for t in (settings.get("rope_theta"), config.get("rope_theta")) if t is not None}
+    layouts = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(layout, Mapping) for layout in layouts):
+        raise UserError(f"{where}: rope_scaling and rope_parameters must be dictionaries; copy them from the model.")
+    settings = {**layouts[0], **layouts[1]}
+    thetas = {layout["rope_theta"] for layout in (*layouts, config) if layout.get("rope_theta") is not None}
     if len(thetas) != 1:
-        found = "is missing" if not thetas else f"has two values {sorted(thetas)}"
+        found = "is missing" if not thetas else f"has two values {sorted(map(str, thetas))}"
         raise UserError(f"{where}: rope_theta {found}; give it once, in rope_parameters or at the top level.")
-    theta = thetas.pop()
+    theta = _positive(thetas.pop(), "rope_theta", where)
 
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    kinds = {layout[key] for layout in layouts for key in ("rope_type", "type") if layout.get(key) is not None}
+    kind = kinds.pop() if len(kinds) == 1 else ("default" if not kinds else sorted(kinds))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{where}: rope_type {kind!r} is not supported; only 'default' and 'llama3' are.")
+    known = {"rope_theta", "rope_type", "type", *(_LLAMA3_SCALING if kind == "llama3" else ())}
+    if unknown := sorted(key for key in settings.keys() - known if (key, settings[key]) != _WHOLE_HEAD):
+        raise UserError(f"{where}: rope settings {', '.join(unknown)} are not supported for rope_type {kind!r}.")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise UserError(f"{where}: rope_type {kind!r} is not supported; only 'default' and 'llama3' are.")
-    try:
-        return theta, RopeScaling(
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_positions=int(settings["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise UserError(f"{where}: rope scaling 'llama3' lacks {error.args[0]!r}; copy it from the model.") from error
+    if missing := [key for key in _LLAMA3_SCALING if settings.get(key) is None]:
+        raise UserError(f"{where}: rope scaling 'llama3' lacks {', '.join(missing)}; copy it from the model.")
+    factor, low, high, original = (_positive(settings[key], key, where) for key in _LLAMA3_SCALING)
+    if not low < high:
+        raise UserError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}; copy both.")
+    return theta, RopeScaling(factor, low, high, int(original))
+
+
+def _positive(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UserError(f"{where}: {key} is {value!r} but must be a number above 0.")
+    return float(value)

@@ -74,7 +74,7 @@ def load_params(
       UserError: one sentence that lists every missing, unknown and misshapen tensor and every absent file.
     """
     path = Path(directory)
-    file_of = _find_tensors(path)
+    file_of, absent_files = _find_tensors(path)
     files = {file: _open(file) for file in sorted(set(file_of.values()))}
     table, rows = weight_table(arch, dtype), name_table(arch)
 
@@ -87,13 +87,14 @@ def load_params(
         for layer in range(arch.num_layers) if stacked else [None]:
             expected[row.name.format(layer=layer)] = row.shape
     found = set(file_of)
-    if arch.tied_head and "lm_head.weight" in found:
+    if arch.tied_head and {"lm_head.weight", "model.embed_tokens.weight"} <= found:
         # Some exporters write the tied head out; it must then be the embedding, or the config is wrong.
         if not np.array_equal(slice_of("lm_head.weight")[:], slice_of("model.embed_tokens.weight")[:]):
             raise UserError(f"{path}: lm_head.weight differs from the embedding, but config.json ties them.")
         found.remove("lm_head.weight")
     found -= {name for name in found if name.endswith("rotary_emb.inv_freq")}  # computed, stored by old exporters
-    problems = [f"missing {name}" for name in sorted(expected.keys() - found)]
+    problems = [f"absent file {name}" for name in absent_files]
+    problems += [f"missing {name}" for name in sorted(expected.keys() - found)]
     problems += [f"unknown {name}" for name in sorted(found - expected.keys())]
     for name in sorted(found & expected.keys()):
         shape = tuple(slice_of(name).get_shape())
@@ -126,23 +127,24 @@ def _to_dtype(array: np.ndarray, dtype) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=dtype)
 
 
-def _find_tensors(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, from the index or from the single file."""
+def _find_tensors(directory: Path) -> tuple[dict[str, Path], list[str]]:
+    """Tensor name -> the file that holds it, and the files an index names that are not there."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        if outside := sorted({name for name in weight_map.values() if Path(name).name != name}):
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is not an index of safetensors files; download it again.") from error
+        if outside := sorted(name for name in names if Path(name).name != name or name in ("", "..")):
             raise UserError(f"{index} names files outside its directory: {', '.join(outside)}; do not trust it.")
-        if absent := sorted({name for name in weight_map.values() if not (directory / name).exists()}):
-            raise UserError(f"{index} names files that do not exist: {', '.join(absent)}; download them again.")
-        by_file = {name: directory / file for name, file in weight_map.items()}
-        # The index may promise a tensor that its file does not hold; keep what the files really have.
-        held = {file: set(_open(file).keys()) for file in set(by_file.values())}
-        return {name: file for file, names in held.items() for name in names}
+        absent = sorted(name for name in names if not (directory / name).is_file())
+        # What the files hold counts, and not what the index says of them.
+        files = [directory / name for name in sorted(names - set(absent))]
+        return {tensor: file for file in files for tensor in _open(file).keys()}, absent  # noqa: SIM118
     if not single.exists():
         hint = "convert pickled weights to safetensors first" if list(directory.glob("*.bin")) else "check the path"
         raise UserError(f"{directory} has no model.safetensors and no model.safetensors.index.json; {hint}.")
-    return dict.fromkeys(_open(single).keys(), single)
+    return dict.fromkeys(_open(single).keys(), single), []
 
 
 def _open(file: Path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class Model:
 def resolve(source: str) -> str:
     """The Hugging Face directory a config's `source` means: a packaged model's name, a GGUF file, or a directory.
 
-    A GGUF file is converted once, into a directory beside it.
+    A GGUF file is converted once, into a directory beside it, and again if the file is newer.
 
     Raises:
       UserError: there is no such thing.
@@ -65,8 +66,10 @@ def resolve(source: str) -> str:
         return str(directory)
     path = Path(source)
     if path.suffix == ".gguf" and path.is_file():
-        directory = path.with_suffix("")
-        if not directory.exists():
+        # A name that nobody else would give, so that what lies there is this file's conversion.
+        directory = path.with_name(path.name + ".hf")
+        if not directory.exists() or directory.stat().st_mtime < path.stat().st_mtime:
+            shutil.rmtree(directory, ignore_errors=True)
             convert_to_hf_directory(path, directory)
         return str(directory)
     if not path.is_dir():
@@ -109,7 +112,10 @@ def _eos_ids(directory: str, tokenizer) -> tuple[int, ...]:
     for name in ("config.json", "generation_config.json"):
         path = Path(directory) / name
         if path.exists():
-            ids = json.loads(path.read_text()).get("eos_token_id")
+            try:
+                ids = json.loads(path.read_text()).get("eos_token_id")
+            except (ValueError, AttributeError) as error:
+                raise UserError(f"{path} is not a JSON dictionary; download it again.") from error
             found |= set(ids) if isinstance(ids, list) else {ids}
     found.discard(None)
     if not found:

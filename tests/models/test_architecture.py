@@ -87,8 +87,34 @@ def test_theta_is_never_guessed():
 
 
 def test_two_thetas_are_refused():
-    message = refusal(rope_theta=1e4, rope_parameters={"rope_theta": 5e5})
-    assert "rope_theta has two values [10000.0, 500000.0]" in message
+    for settings in ({"rope_theta": 1e4}, {"rope_theta": None, "rope_scaling": {"rope_theta": 1e4}}):
+        message = refusal(**settings, rope_parameters={"rope_theta": 5e5})
+        assert "rope_theta has two values ['10000.0', '500000.0']" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+        ({"rope_scaling": "linear"}, "dictionaries"),
+        ({"rope_scaling": {"factor": 2.0}}, "factor"),
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "lacks factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}, "rope_parameters": {"rope_type": "default"}}, "linear"),
+        ({"model_type": ["llama"]}, "model_type"),
+    ],
+)
+def test_rope_settings_that_make_no_sense_or_another_function(changes, named):
+    assert named in refusal(**changes)
+
+
+def test_a_configuration_that_is_no_dictionary(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="list"):
+        load_architecture(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,23 @@ def test_an_index_that_promises_what_its_file_lacks(tmp_path):
 
 def test_an_index_that_names_absent_files(tmp_path):
     changes = {QUERY: "model-8.safetensors", EMBEDDING: "model-9.safetensors"}
-    message = refusal(write_shards(tmp_path, TENSORS, **changes))
-    assert "model-8.safetensors, model-9.safetensors" in message and "model-0.safetensors" not in message
+    tensors = {name: tensor for name, tensor in TENSORS.items() if name not in changes} | {"zebra": TENSORS[QUERY]}
+    message = refusal(write_shards(tmp_path, tensors, **changes))
+    for said in ("model-8.safetensors", "model-9.safetensors", f"missing {QUERY}", "unknown zebra"):
+        assert said in message
+    assert "absent file model-0" not in message
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {', "{}", '{"weight_map": null}'])
+def test_an_index_that_is_none(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert "index" in refusal(tmp_path)
+
+
+def test_a_tied_head_without_the_embedding_is_a_missing_tensor(tmp_path):
+    tensors = {name: tensor for name, tensor in TENSORS.items() if name != EMBEDDING}
+    tensors["lm_head.weight"] = TENSORS[EMBEDDING]
+    assert f"missing {EMBEDDING}" in refusal(write_single(tmp_path, tensors))
 
 
 @pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])

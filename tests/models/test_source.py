@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax.numpy as jnp
@@ -131,8 +132,18 @@ def test_a_packaged_model_is_found_in_the_cache_or_asked_for(tmp_path, monkeypat
 def test_a_gguf_file_is_converted_once_beside_itself(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", make_tensors()[0], make_metadata())
     directory = resolve(str(path))
-    assert directory == str(tmp_path / "model")
+    assert directory == str(tmp_path / "model.gguf.hf")
     model = load(directory)
     np.testing.assert_array_equal(model.params["final_norm"], make_tensors()[0]["output_norm.weight"])
-    path.write_bytes(b"not read again")
+    path.write_bytes(b"no GGUF")
+    os.utime(path, (0, 0))  # older than its conversion: not read again
     assert resolve(str(path)) == directory
+    os.utime(path)  # a newer file is another model
+    with pytest.raises(UserError):
+        resolve(str(path))
+
+
+def test_a_broken_generation_config_is_named(model_directory):
+    (model_directory / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        load(model_directory)
