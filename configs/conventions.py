@@ -24,7 +24,7 @@ def get_config(convention: str = "plural") -> ConfigDict:
     config.domain.settings.irrelevant = "plural" if convention == "first_letter" else "first_letter"
 
     config.rollout.max_new_tokens = 8  # the answers are 1 to 6 tokens
-    config.loss.support = "full"  # 64 response positions: the whole vocabulary costs nothing
+    config.loss.support = "full"  # 64 response positions a step: no need to save on the vocabulary
     config.anchor.schedule = "gated"  # constant from step 0 pulls q_c to a q_x that has not learned yet
 
     config.optimizer.learning_rate = 5e-5  # small model, few steps
@@ -32,7 +32,7 @@ def get_config(convention: str = "plural") -> ConfigDict:
     config.optimizer.b2 = 0.99  # 25 steps are too few for 0.999
     config.optimizer.weight_decay = 0.0
 
-    config.evaluation.temperature = 0.0  # greedy: 64 items leave no room for sampling noise
+    config.evaluation.temperature = 0.0  # greedy: so few items leave no room for sampling noise
     config.evaluation.top_p = 1.0
     config.evaluation.top_k = 0
     config.evaluation.every = 15  # before, in the middle, after
