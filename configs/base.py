@@ -16,13 +16,14 @@ def get_config() -> ConfigDict:
     config.accumulation = 1  # micro-batches a step; must divide batch_size
 
     config.model = ConfigDict()
-    config.model.source = placeholder(str)  # Hugging Face directory, or the name of a packaged model
+    config.model.source = placeholder(str)  # directory, gs:// path, Hub id owner/name[@revision], packaged model
     config.model.param_dtype = "float32"  # master weights
     config.model.compute_dtype = "auto"  # bfloat16 on TPU and GPU, float32 on CPU
     config.model.remat = "full"  # none | dots | full: what the backward pass recomputes
 
     config.teacher = ConfigDict()
     config.teacher.source = placeholder(str)  # another checkpoint; unset: the student's initial weights, frozen [C]
+    config.teacher.other_template = False  # True: a teacher trained with another chat template is let pass
     config.teacher.dtype = "auto"  # bfloat16 on TPU and GPU [C], float32 on CPU
 
     config.domain = ConfigDict()
@@ -80,6 +81,11 @@ def get_config() -> ConfigDict:
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 2  # steps [C]; also after the last
     config.checkpoint.keep = 2  # newest ones
+
+    config.export = ConfigDict()  # at the end, to <workdir>/huggingface
+    config.export.huggingface = False  # True: a directory that transformers and servers load
+    config.export.dtype = "source"  # source (as the model came) | float32 | bfloat16 | float16
+    config.export.shard_gb = 5.0  # largest file
 
     config.log = ConfigDict()
     config.log.samples_every = 5  # steps between entries of samples.jsonl

@@ -1,15 +1,13 @@
 """The command: `python -m nca_jax.main --config=configs/conventions.py [--workdir=DIR] [--config.a.b=VALUE ...]`."""
 
-import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
-from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from nca_jax.command import set_up_logging
 from nca_jax.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file("config", lock_config=True, help_string="file[:setting] with get_config().")
@@ -58,15 +56,6 @@ def _default_workdir(method: str) -> str:
     return "/".join(["runs", "_".join(filter(None, [Path(file).stem, setting, method]))])
 
 
-def _set_up_logging() -> None:
-    """Our own messages and everyone's warnings; the libraries' progress reports stay silent."""
-    # transformers would say that it found no PyTorch, which is as it should be.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", force=True)
-    absl_logging.set_verbosity(absl_logging.WARNING)
-    logging.getLogger("nca_jax").setLevel(logging.INFO)
-
-
 if __name__ == "__main__":
-    _set_up_logging()
+    set_up_logging()
     sys.exit(main(sys.argv))

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from nca_jax.errors import UserError
 from nca_jax.models.decoder import REMAT_POLICIES
+from nca_jax.models.export import EXPORT_DTYPES
 from nca_jax.objectives import Support
 from nca_jax.train_step import AnchorSchedule, Objective
 
@@ -24,6 +25,7 @@ _CHOICES = {
     "loss.tail": ("none", "renormalize", "bucket"),
     "loss.reduction": ("token", "sequence"),
     "anchor.schedule": ("constant", "warmup", "gated"),
+    "export.dtype": EXPORT_DTYPES,
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 _AT_LEAST = {
@@ -35,10 +37,10 @@ _AT_LEAST = {
 }
 _ABOVE_ZERO = (
     "rollout.temperature rollout.top_p evaluation.top_p anchor.tau "
-    "optimizer.learning_rate optimizer.clip_norm optimizer.eps"
+    "optimizer.learning_rate optimizer.clip_norm optimizer.eps export.shard_gb"
 )
 # What may differ when a run is continued: it changes what is written or where arrays lie, and not the run.
-_FREE = ("log.", "checkpoint.", "mesh.")
+_FREE = ("log.", "checkpoint.", "mesh.", "export.")
 
 
 def check(config: ConfigDict) -> None:

@@ -1,10 +1,9 @@
 """The training job, read top to bottom."""
 
-import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,13 @@ from nca_jax.data.pipeline import encode_pairs, fitting, training_indices
 from nca_jax.domains import make_domain
 from nca_jax.errors import UserError
 from nca_jax.evaluate import IRRELEVANT, Evaluator, build_views, summarise, write_items
+from nca_jax.files import read_json, write_json, write_text
 from nca_jax.logbook import Logbook
-from nca_jax.models.decoder import decoder_graph
+from nca_jax.models.architecture import Architecture
+from nca_jax.models.decoder import Params, decoder_graph
+from nca_jax.models.export import export_dtype, write_huggingface
+from nca_jax.models.huggingface import tensors_to_write
+from nca_jax.models.model_files import copy_companions
 from nca_jax.models.source import load_model, resolve
 from nca_jax.rollout import Rollout, Sampling, example_keys, make_sampler
 from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
@@ -50,7 +54,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     # A teacher of its own arrays also where it starts as the student: the student's are donated to every step.
     teacher_source = resolve(config.teacher.source) if config.teacher.source else source
     teacher_model = load_model(teacher_source, teacher_dtype, partial(params_sharding, mesh))
-    student.check_same_tokenizer(teacher_model)
+    student.check_same_tokenizer(teacher_model, config.teacher.other_template)
     teacher_graph = decoder_graph(teacher_model.arch, settings.dtype(config.model.compute_dtype))
     vocab_size = len(student.tokenizer)
 
@@ -125,7 +129,8 @@ def train(config: ConfigDict, workdir: str) -> str:
         start, spent = 0, 0.0
     teacher = Teacher(teacher_model.params, encode_teacher(teacher_model.params, jnp.asarray(view_c.prefix_C)))
     del student.params, teacher_model.params
-    _write_json(workdir / "config.json", config.to_dict())
+    write_json(workdir / "config.json", config.to_dict())
+    model_config = _keep_small_files(student.directory, workdir / "model")
     logbook = Logbook(workdir, start, config.steps)
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
 
@@ -173,11 +178,39 @@ def train(config: ConfigDict, workdir: str) -> str:
 
     # ---------------------------------------------------------------- summary
     checkpoints.close()
+    if config.export.huggingface and not (start == config.steps and (workdir / "huggingface").exists()):
+        _export(config, workdir, student.arch, state.params, model_config)
+        logbook.say(f"exported to {workdir / 'huggingface'}")
     final = logbook.last_evaluation()
     logbook.close()
     summary = summary_line(config, final, seconds() if start < config.steps else spent)
-    _write_text(workdir / "summary.txt", summary + "\n")
+    write_text(workdir / "summary.txt", summary + "\n")
     return summary
+
+
+def _keep_small_files(source: str, target: epath.Path) -> dict[str, Any]:
+    """Config and tokenizer files beside the run: its checkpoints can be exported wherever it is carried. Returns the
+    model's config.json."""
+    config = read_json(epath.Path(source) / "config.json")
+    if not (target / "config.json").exists():
+        target.mkdir(parents=True, exist_ok=True)
+        copy_companions(source, target)
+        write_json(target / "config.json", config)
+    return config
+
+
+def _export(config: ConfigDict, workdir: epath.Path, arch: Architecture, params: Params, model_config: dict) -> None:
+    dtype = export_dtype(config.export.dtype, model_config)
+    write_huggingface(
+        workdir / "huggingface",
+        arch,
+        tensors_to_write(arch, params.__getitem__, dtype),
+        model_config,
+        str(workdir / "model"),
+        dtype=dtype,
+        shard_bytes=int(config.export.shard_gb * 1e9),
+        overwrite=True,
+    )
 
 
 def summary_line(config: ConfigDict, evaluation: dict[str, float], seconds: float) -> str:
@@ -303,13 +336,3 @@ def _stop_not_finite(workdir: epath.Path, checkpoints: Checkpoints, bad: _Dispat
         f"step {bad.step}: the loss ({values['loss']}) or its gradient ({values['grad_norm']}) is not finite; the "
         f"batch is in {path} and the last checkpoint is intact; try a lower optimizer.learning_rate."
     )
-
-
-def _write_text(path: epath.Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
-def _write_json(path: epath.Path, value) -> None:
-    _write_text(path, json.dumps(value, indent=2) + "\n")

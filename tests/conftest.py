@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nca_jax.models.architecture import Architecture, architecture_from_config
-from nca_jax.models.decoder import weight_table
-from nca_jax.models.huggingface import name_table
+from nca_jax.models.huggingface import stored_names
 
 GOLDEN = Path(__file__).parent / "golden"
 # Read where it lies beside the project, never needed.
@@ -77,13 +76,10 @@ TINY_CONFIG = {
 
 def random_tensors(arch: Architecture, seed: int = 0, std: float = 0.2) -> dict[str, np.ndarray]:
     """Hugging Face name -> random float32 tensor in the file's shape, for every weight of the architecture."""
-    rng, table = np.random.default_rng(seed), weight_table(arch)
+    rng = np.random.default_rng(seed)
     tensors = {}
-    for ours, row in name_table(arch).items():
-        layers = range(arch.num_layers) if table[ours].axes[0] == "layers" else [None]
-        for layer in layers:
-            noise = rng.normal(0, std, row.shape).astype(np.float32)
-            tensors[row.name.format(layer=layer)] = noise + ("norm" in row.name)
+    for name, _, _, shape in stored_names(arch):
+        tensors[name] = rng.normal(0, std, shape).astype(np.float32) + ("norm" in name)
     return tensors
 
 

@@ -1,7 +1,6 @@
 """What a decoder is made of, read strictly from a Hugging Face `config.json`."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from etils import epath
 
 from nca_jax.errors import UserError
+from nca_jax.files import read_json
 
 _log = logging.getLogger(__name__)
 
@@ -78,13 +78,7 @@ def load_architecture(directory: str) -> Architecture:
     path = epath.Path(directory) / "config.json"
     if not path.exists():
         raise UserError(f"{path} does not exist; a model directory needs a config.json.")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download the file again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a model's configuration but a {type(config).__name__}; download it again.")
-    return architecture_from_config(config, where=str(path))
+    return architecture_from_config(read_json(path), where=str(path))
 
 
 def architecture_from_config(config: Mapping[str, Any], where: str = "config.json") -> Architecture:

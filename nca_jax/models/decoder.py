@@ -17,6 +17,8 @@ from nca_jax.models.rope import inverse_frequencies, rotate
 
 Params = dict[str, jax.Array]
 
+_NORMAL = nnx.initializers.normal(0.02)  # the families' initializer_range; one object, so that equal specs are equal
+
 
 class WeightSpec(NamedTuple):
     """One row of the weight table. `axes` names each dimension for sharding.py; stacked weights lead with "layers"."""
@@ -31,7 +33,7 @@ def weight_table(arch: Architecture, dtype: jnp.dtype = jnp.float32) -> dict[str
     """Every weight of the decoder: shape, logical axes, initialiser, dtype. The only place that lists them."""
     L, D, F, V = arch.num_layers, arch.hidden_size, arch.mlp_size, arch.vocab_size
     H, K, Q = arch.num_heads, arch.num_kv_heads, arch.head_dim
-    normal, ones, zeros = nnx.initializers.normal(0.02), nnx.initializers.ones, nnx.initializers.zeros
+    normal, ones, zeros = _NORMAL, nnx.initializers.ones, nnx.initializers.zeros
 
     rows = {
         "embedding": ((V, D), ("vocab", "embed"), normal),

@@ -16,7 +16,6 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from nca_jax.errors import UserError
 
@@ -212,7 +211,10 @@ def _check_convertible(metadata: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path} has a broken tokenizer: {_listed(problems)}.")
 
 
-def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+def _tokenizer(metadata: dict[str, Any]):
+    """The tokenizer as a `PreTrainedTokenizerFast`."""
+    from transformers import PreTrainedTokenizerFast  # takes a second to import, and only a conversion needs it
+
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))

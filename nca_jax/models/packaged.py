@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from nca_jax.command import set_up_logging
 from nca_jax.errors import UserError
 from nca_jax.models.gguf import convert_to_hf_directory
 
@@ -147,4 +148,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    set_up_logging()
     sys.exit(main())

@@ -1,22 +1,31 @@
 """A model as the job needs it: architecture, weights, tokenizer and end tokens, from wherever the config says."""
 
 import dataclasses
-import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from ml_collections import ConfigDict
 
 from nca_jax.data.chat import ChatFormat
 from nca_jax.errors import UserError
+from nca_jax.files import is_bucket, read_json
+from nca_jax.models import huggingface
 from nca_jax.models.architecture import Architecture, load_architecture
-from nca_jax.models.decoder import Params
+from nca_jax.models.decoder import Params, weight_table
 from nca_jax.models.gguf import convert_to_hf_directory
-from nca_jax.models.huggingface import load_params
+from nca_jax.models.model_files import fetch_from_hub, local_companions, looks_like_hub_id
+from nca_jax.models.orbax_params import weight_reader
 from nca_jax.models.packaged import PACKAGED, model_directory
+
+_log = logging.getLogger(__name__)
+
+# Where `convert import` puts the weights, beside the checkpoint's other files.
+ORBAX_PARAMS = "params"
 
 
 @dataclasses.dataclass
@@ -42,19 +51,44 @@ class Model:
         """Text of a response, special tokens removed."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def check_same_tokenizer(self, teacher: "Model") -> None:
-        """Raises a UserError unless both models read the same ids as the same text."""
-        if self.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+    def check_same_tokenizer(self, teacher: "Model", other_template: bool = False) -> None:
+        """Whether both models read the same ids as the same text, prompt for prompt.
+
+        The padding token may differ: positions come from lengths, and no padding token is ever looked at.
+
+        Args:
+          teacher: the other model.
+          other_template: a teacher trained with another chat template is accepted with a warning; it then reads the
+            student's prompts all the same.
+
+        Raises:
+          UserError: the first difference of vocabulary, special tokens or chat template.
+        """
+        where = f"student {self.directory} and teacher {teacher.directory}"
+        ours, theirs = self.tokenizer, teacher.tokenizer
+        if ours.get_vocab() != theirs.get_vocab():
+            moved = [token for token, i in ours.get_vocab().items() if theirs.get_vocab().get(token) != i]
+            moved += sorted(theirs.get_vocab().keys() - ours.get_vocab().keys())
             raise UserError(
-                f"student {self.directory} and teacher {teacher.directory} have different vocabularies; "
-                "distillation compares token by token and needs one tokenizer."
+                f"{where} have different vocabularies ({len(ours)} and {len(theirs)} tokens, {len(moved)} differ, such "
+                f"as {moved[0]!r}); distillation compares token by token and needs one tokenizer."
             )
+        for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
+            if (a := getattr(ours, name)) != (b := getattr(theirs, name)):
+                raise UserError(f"{where} have different special tokens ({name} {a} and {b}); use one tokenizer.")
+        if ours.chat_template != theirs.chat_template:
+            said = f"{where} have different chat templates"
+            if not other_template:
+                raise UserError(f"{said}; set config.teacher.other_template=True to show it the student's prompts.")
+            _log.warning("%s; both are shown the student's prompts", said)
 
 
 def resolve(source: str) -> str:
-    """The Hugging Face directory a config's `source` means: a packaged model's name, a GGUF file, or a directory.
+    """The directory a config's `source` means, local or in a bucket, ready for `load_model`.
 
-    A GGUF file is converted once, into a directory beside it, and again if the file is newer.
+    A source is a packaged model's name, a GGUF file, a directory (Hugging Face's or one of `convert import`), a gs://
+    path of such a directory, or `owner/name[@revision]` on the Hugging Face Hub. A GGUF file is converted once, into a
+    directory beside it, and again if the file is newer.
 
     Raises:
       UserError: there is no such thing.
@@ -64,6 +98,15 @@ def resolve(source: str) -> str:
         if not directory.exists():
             raise UserError(f"model {source!r} is not in the cache yet; run: python -m nca_jax.models.packaged")
         return str(directory)
+    if is_bucket(source):
+        try:
+            found = (epath.Path(source) / "config.json").exists()
+        except Exception as error:  # whatever the bucket's library raises, or that it is not installed
+            reason = str(error).split("\n")[0]
+            raise UserError(f"{source} cannot be reached ({reason}); install gcsfs and log in.") from error
+        if not found:
+            raise UserError(f"{source} has no config.json; check the path.")
+        return source.rstrip("/")
     path = Path(source)
     if path.suffix == ".gguf" and path.is_file():
         # A name that nobody else would give, so that what lies there is this file's conversion.
@@ -72,15 +115,31 @@ def resolve(source: str) -> str:
             shutil.rmtree(directory, ignore_errors=True)
             convert_to_hf_directory(path, directory)
         return str(directory)
-    if not path.is_dir():
-        raise UserError(f"model {source!r} is no directory, GGUF file or packaged model ({', '.join(PACKAGED)}).")
-    return source
+    if path.is_dir():
+        return source
+    if looks_like_hub_id(source) and not path.parent.exists():
+        return fetch_from_hub(source)
+    raise UserError(
+        f"model {source!r} is no directory, GGUF file, gs:// path, Hub id owner/name or packaged model "
+        f"({', '.join(PACKAGED)})."
+    )
+
+
+def load_weights(
+    directory: str, arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, jax.sharding.Sharding] | None = None
+) -> Params:
+    """The weights of a Hugging Face directory or of one that `convert import` wrote; UserError as their readers."""
+    orbax = epath.Path(directory) / ORBAX_PARAMS
+    if orbax.exists():
+        read = weight_reader(orbax, arch, dtype, sharding)
+        return {name: read(name) for name in weight_table(arch)}
+    return huggingface.load_params(directory, arch, dtype, sharding)
 
 
 def load_model(
     directory: str, dtype: jnp.dtype, sharding: Callable[[Architecture], Mapping[str, jax.sharding.Sharding]]
 ) -> Model:
-    """Everything of a Hugging Face directory.
+    """Everything of a model directory.
 
     Args:
       directory: from `resolve`.
@@ -93,16 +152,16 @@ def load_model(
     from transformers import AutoTokenizer  # takes a second to import; errors above come first
 
     arch = load_architecture(directory)
+    files = local_companions(directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises many kinds for a missing or broken file
         reason = str(error).split("\n")[0]
         raise UserError(f"{directory}: the tokenizer cannot be loaded ({reason}); copy its files there.") from error
     if len(tokenizer) > arch.vocab_size:
         raise UserError(f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model only {arch.vocab_size}.")
-    return Model(
-        directory, arch, load_params(directory, arch, dtype, sharding(arch)), tokenizer, _eos_ids(directory, tokenizer)
-    )
+    params = load_weights(directory, arch, dtype, sharding(arch))
+    return Model(directory, arch, params, tokenizer, _eos_ids(files, tokenizer))
 
 
 def _eos_ids(directory: str, tokenizer) -> tuple[int, ...]:
@@ -110,12 +169,9 @@ def _eos_ids(directory: str, tokenizer) -> tuple[int, ...]:
     generation_config.json is ever read."""
     found = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
-        path = Path(directory) / name
+        path = epath.Path(directory) / name
         if path.exists():
-            try:
-                ids = json.loads(path.read_text()).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
-                raise UserError(f"{path} is not a JSON dictionary; download it again.") from error
+            ids = read_json(path).get("eos_token_id")
             found |= set(ids) if isinstance(ids, list) else {ids}
     found.discard(None)
     if not found:

@@ -149,7 +149,7 @@ def test_a_directory_without_safetensors(tmp_path):
     assert "check the path" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
     message = refusal(tmp_path)
-    assert "no model.safetensors" in message and "convert pickled weights" in message
+    assert "no model.safetensors" in message and "pickle files (pytorch_model.bin)" in message
 
 
 def test_a_tied_head_may_be_written_out_if_it_is_the_embedding(single, tmp_path):

@@ -1,0 +1,85 @@
+"""Whole model directories: a Hugging Face one to serve, an Orbax one to load fast onto any mesh."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from etils import epath
+
+from nca_jax.errors import UserError
+from nca_jax.files import new_model_directory, write_json
+from nca_jax.models.architecture import Architecture
+from nca_jax.models.decoder import Params
+from nca_jax.models.model_files import copy_companions, export_config, stored_dtype
+from nca_jax.models.orbax_params import save_params
+from nca_jax.models.source import ORBAX_PARAMS
+from nca_jax.models.tensor_files import DTYPES, NewTensor, write_tensors
+
+EXPORT_DTYPES = ("source", *(str(dtype) for dtype in DTYPES.values()))
+
+
+def export_dtype(asked: str, config: dict[str, Any]) -> str:
+    """The dtype to export in: the one asked for, or with "source" the one that the model's `config.json` names.
+
+    Raises:
+      UserError: it is none that weights are written in.
+    """
+    name = stored_dtype(config) if asked == "source" else asked
+    if name not in EXPORT_DTYPES[1:]:
+        raise UserError(f"weights cannot be exported as {name!r}; choose one of {', '.join(EXPORT_DTYPES[1:])}.")
+    return name
+
+
+class Written(NamedTuple):
+    """What an export consists of: how many tensors, and their bytes."""
+
+    tensors: int
+    nbytes: int
+
+
+def write_huggingface(
+    target: str,
+    arch: Architecture,
+    tensors: Sequence[NewTensor],
+    config: dict[str, Any],
+    companions: str | None,
+    *,
+    dtype: str,
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Written:
+    """Writes a directory that transformers and every server load: safetensors, configs, tokenizer files.
+
+    Args:
+      target: local or gs://.
+      arch: of the weights.
+      tensors: from `tensors_to_write`.
+      config: the `config.json` that the model came with.
+      companions: directory whose tokenizer files and the like are copied; None: there are none.
+      dtype: from `export_dtype`, and the one the tensors are made in.
+      shard_bytes: largest file, unless one tensor is larger.
+      overwrite: replaces a model directory that is there.
+
+    Raises:
+      UserError: the target may not be replaced, or a value is not finite in that dtype.
+    """
+    with new_model_directory(target, overwrite) as directory:
+        sizes = write_tensors(directory, tensors, jnp.dtype(dtype), shard_bytes)
+        if companions:
+            copy_companions(companions, directory)
+        write_json(directory / "config.json", export_config(config, arch, dtype))
+    return Written(len(sizes), sum(sizes.values()))
+
+
+def write_orbax(
+    target: str, params: Params, config: dict[str, Any], companions: str | None, overwrite: bool = False
+) -> None:
+    """Writes a directory that `load_model` reads, each device only its part: Orbax weights and the small files.
+
+    Args and errors as `write_huggingface`; `config` is kept as it is.
+    """
+    with new_model_directory(target, overwrite) as directory:
+        save_params(directory / ORBAX_PARAMS, params)
+        if companions:
+            copy_companions(companions, directory)
+        write_json(epath.Path(directory) / "config.json", config)
