@@ -47,7 +47,7 @@ def main() -> None:
         "parameters": parameters,
         "float32_parameters_gb": 4 * parameters / 1e9,
         "checkpoint_gb": 2 * parameters / 1e9,
-        "largest_tensor_gb": 4 * max(int(np.prod(shape)) for *_, shape in stored_names(arch)) / 1e9,
+        "largest_tensor_gb": 4 * max(int(np.prod(stored.shape)) for stored in stored_names(arch)) / 1e9,
         "largest_weight_gb": 4 * max(int(np.prod(spec.shape)) for spec in weight_table(arch).values()) / 1e9,
     }
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
@@ -69,7 +69,9 @@ def main() -> None:
             ),
         }
     above = {
-        name: result["peak_gb"] - sizes["float32_parameters_gb"] for name, result in runs.items() if "import" in name[:6]
+        name: result["peak_gb"] - sizes["float32_parameters_gb"]
+        for name, result in runs.items()
+        if "import" in name[:6]
     }
     for name in ("import", f"import, {DEVICES} devices"):
         runs[name]["peak_above_parameters_gb"] = round(above[name], 2)

@@ -15,7 +15,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,12 +27,13 @@ from etils import epath
 from nca_jax.command import set_up_logging
 from nca_jax.errors import UserError
 from nca_jax.files import read_json
-from nca_jax.models.architecture import Architecture, architecture_from_config, load_architecture
+from nca_jax.models import huggingface, orbax_params
+from nca_jax.models.architecture import Architecture, load_architecture
 from nca_jax.models.export import EXPORT_DTYPES, Written, export_dtype, write_huggingface, write_orbax
 from nca_jax.models.huggingface import checked_tensors, equal_tensors, stored_names, tensors_to_write
-from nca_jax.models.orbax_params import weight_reader
+from nca_jax.models.layers import Piece
 from nca_jax.models.presets import PRESETS, TINY_PRESETS, preset, to_config
-from nca_jax.models.source import ORBAX_PARAMS, load_weights, resolve
+from nca_jax.models.source import ORBAX_PARAMS, resolve
 from nca_jax.models.tensor_files import NewTensor
 from nca_jax.sharding import make_mesh, params_sharding
 
@@ -47,22 +48,22 @@ def import_model(arguments: argparse.Namespace) -> str:
         raise UserError(f"{source} is an imported model already; it can be trained and exported as it is.")
     arch = load_architecture(source)
     mesh = make_mesh(_mesh_sizes(arguments.mesh))
-    params = load_weights(source, arch, jnp.dtype(arguments.dtype), params_sharding(mesh, arch))
-    held = sum(array.nbytes for array in params.values())
-    write_orbax(arguments.output, params, read_json(epath.Path(source) / "config.json"), source, arguments.overwrite)
-    return f"imported {source} as {arguments.dtype}: {len(params)} stacked weights, {held:,} bytes of parameters"
+    pieces = huggingface.read_pieces(source, arch, jnp.dtype(arguments.dtype), params_sharding(mesh, arch))
+    config = read_json(epath.Path(source) / "config.json")
+    written = write_orbax(arguments.output, pieces, config, source, arguments.overwrite)
+    return f"imported {source} as {arguments.dtype}: {_amount(written)}"
 
 
 def export_model(arguments: argparse.Namespace) -> str:
     """Workdir or imported model -> Hugging Face; returns the line to print."""
-    small_files, arch, weight = _open_weights(arguments)
+    small_files, arch, piece, by_layer = _open_weights(arguments)
     _refuse_same(arguments.source, arguments.output)
     config = read_json(epath.Path(small_files) / "config.json")
     dtype = export_dtype(arguments.dtype, config)
     written = write_huggingface(
         arguments.output,
         arch,
-        tensors_to_write(arch, weight, dtype),
+        tensors_to_write(arch, piece, dtype, by_layer),
         config,
         small_files,
         dtype=dtype,
@@ -108,11 +109,12 @@ def _round_trip(name: str, source: str, scratch: Path, arguments: argparse.Names
     imported, exported = scratch / "imported", scratch / "exported"
     mesh = make_mesh(_mesh_sizes(arguments.mesh))
     sharding = params_sharding(mesh, arch)
-    write_orbax(str(imported), load_weights(source, arch, jnp.float32, sharding), config, source, overwrite=True)
-    read = weight_reader(epath.Path(imported) / ORBAX_PARAMS, arch, jnp.float32, sharding)
+    pieces = huggingface.read_pieces(source, arch, jnp.float32, sharding)
+    write_orbax(str(imported), pieces, config, source, overwrite=True)
+    pieces = orbax_params.read_pieces(epath.Path(imported) / ORBAX_PARAMS, arch, jnp.float32, sharding)
     # Small shards, so that the index takes part.
     total = sum(tensor.nbytes for tensor in before.values())
-    tensors = tensors_to_write(arch, read, dtype)
+    tensors = tensors_to_write(arch, _in_turn(pieces), dtype, by_layer=True)
     write_huggingface(str(exported), arch, tensors, config, source, dtype=dtype, shard_bytes=total // 3, overwrite=True)
     after = checked_tensors(str(exported), load_architecture(str(exported)))
     different = [key for key in before if not equal_tensors(before[key], after[key])]
@@ -133,18 +135,16 @@ def _write_random(output: str, name: str, dtype: str, seed: int, companions: str
         return drawn
 
     tensors = [
-        NewTensor(tensor_name, shape, partial(values, index, shape))
-        for index, (tensor_name, _, _, shape) in enumerate(stored_names(arch))
+        NewTensor(stored.tensor, stored.shape, partial(values, index, stored.shape))
+        for index, stored in enumerate(stored_names(arch))
     ]
     config = to_config(arch, dtype)
     return write_huggingface(output, arch, tensors, config, companions, dtype=dtype, overwrite=overwrite)
 
 
-def _open_weights(arguments: argparse.Namespace) -> tuple[str, Architecture, Callable[[str], jax.Array]]:
-    """(directory of the small files, architecture, our name -> array) of what is to be exported."""
-    source = arguments.source
-    path = epath.Path(source)
-    mesh_sizes = _mesh_sizes(arguments.mesh)
+def _open_weights(arguments: argparse.Namespace) -> tuple[str, Architecture, Callable, bool]:
+    """What is to be exported: directory of the small files, architecture, and the arguments of `tensors_to_write`."""
+    path = epath.Path(arguments.source)
     if (path / "checkpoints").exists():
         small_files = path / "model"
         if not (small_files / "config.json").exists():
@@ -153,18 +153,28 @@ def _open_weights(arguments: argparse.Namespace) -> tuple[str, Architecture, Cal
         step = arguments.step if arguments.step is not None else (steps or [None])[-1]
         if step not in steps:
             raise UserError(f"{path} has no checkpoint {'' if step is None else step}; there are {steps}.")
-        directory, within = path / "checkpoints" / str(step) / "state", ("params",)
-    elif (path / ORBAX_PARAMS).exists():
-        small_files, directory, within = path, path / ORBAX_PARAMS, ()
-    else:
-        source = resolve(source)
-        arch = load_architecture(source)
-        sharding = params_sharding(make_mesh(mesh_sizes), arch)
-        params = load_weights(source, arch, jnp.float32, sharding)
-        return source, arch, params.__getitem__
-    arch = architecture_from_config(read_json(small_files / "config.json"), where=str(small_files / "config.json"))
-    sharding = params_sharding(make_mesh(mesh_sizes), arch)
-    return str(small_files), arch, weight_reader(directory, arch, jnp.float32, sharding, within)
+        arch = load_architecture(str(small_files))
+        state = path / "checkpoints" / str(step) / "state"
+        return str(small_files), arch, orbax_params.stacked_reader(state, arch), False
+    source = resolve(arguments.source)
+    arch = load_architecture(source)
+    orbax = epath.Path(source) / ORBAX_PARAMS
+    if orbax.exists():
+        return source, arch, _in_turn(orbax_params.read_pieces(orbax, arch)), True
+    return source, arch, _in_turn(huggingface.read_pieces(source, arch)), False
+
+
+def _in_turn(pieces: Iterable[Piece]) -> Callable[[str, int | None], jax.Array]:
+    """A function that gives the next of the pieces, which are asked for in the order they come in."""
+    iterator = iter(pieces)
+
+    def piece(name: str, layer: int | None) -> jax.Array:
+        found = next(iterator)
+        if (found.name, found.layer) != (name, layer):
+            raise RuntimeError(f"{name} of layer {layer} was asked for, {found.name} of layer {found.layer} came")
+        return found.array
+
+    return piece
 
 
 def _refuse_same(source: str, output: str) -> None:
@@ -225,7 +235,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--step", type=int, help="checkpoint of a workdir; default: the newest")
     sub.add_argument("--dtype", default="source", choices=EXPORT_DTYPES, help="source: what its config.json names")
     sub.add_argument("--shard_gb", type=float, default=5.0, help="largest file, in GB")
-    mesh(sub)
     output(sub)
 
     sub = command("roundtrip", round_trip, "import and export, and compare bit by bit")

@@ -26,6 +26,7 @@ from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params, decoder_graph
 from nca_jax.models.export import export_dtype, write_huggingface
 from nca_jax.models.huggingface import tensors_to_write
+from nca_jax.models.layers import pieces_of
 from nca_jax.models.model_files import copy_companions
 from nca_jax.models.source import load_model, resolve
 from nca_jax.rollout import Rollout, Sampling, example_keys, make_sampler
@@ -204,7 +205,7 @@ def _export(config: ConfigDict, workdir: epath.Path, arch: Architecture, params:
     write_huggingface(
         workdir / "huggingface",
         arch,
-        tensors_to_write(arch, params.__getitem__, dtype),
+        tensors_to_write(arch, pieces_of(params), dtype),
         model_config,
         str(workdir / "model"),
         dtype=dtype,

@@ -10,10 +10,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -78,7 +81,7 @@ def random_tensors(arch: Architecture, seed: int = 0, std: float = 0.2) -> dict[
     """Hugging Face name -> random float32 tensor in the file's shape, for every weight of the architecture."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, _, _, shape in stored_names(arch):
+    for name, shape, _, _ in stored_names(arch):
         tensors[name] = rng.normal(0, std, shape).astype(np.float32) + ("norm" in name)
     return tensors
 
@@ -96,3 +99,20 @@ def write_model(directory: Path, config: dict = TINY_CONFIG, seed: int = 0, toke
 def tiny_model(tmp_path_factory) -> Path:
     """A Hugging Face directory with a tiny random Llama."""
     return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def bucket(monkeypatch) -> str:
+    """A gs:// path whose objects are in memory: the library for real buckets is behind the same interface."""
+
+    class Bucket(MemoryFileSystem):
+        protocol = ("gcs", "gs")
+        store: ClassVar[dict] = {}
+        pseudo_dirs: ClassVar[list] = [""]
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return "/" + str(path).removeprefix("gs://").removeprefix("gcs://").strip("/")
+
+    monkeypatch.setattr(epath.backend.fsspec_backend, "_get_filesystem", lambda name: Bucket(skip_instance_cache=True))
+    return "gs://bucket"

@@ -1,6 +1,6 @@
 """Whole model directories: a Hugging Face one to serve, an Orbax one to load fast onto any mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from etils import epath
 from nca_jax.errors import UserError
 from nca_jax.files import new_model_directory, write_json
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import Params
+from nca_jax.models.layers import Piece
 from nca_jax.models.model_files import copy_companions, export_config, stored_dtype
-from nca_jax.models.orbax_params import save_params
+from nca_jax.models.orbax_params import save_pieces
 from nca_jax.models.source import ORBAX_PARAMS
 from nca_jax.models.tensor_files import DTYPES, NewTensor, write_tensors
 
@@ -31,7 +31,7 @@ def export_dtype(asked: str, config: dict[str, Any]) -> str:
 
 
 class Written(NamedTuple):
-    """What an export consists of: how many tensors, and their bytes."""
+    """What was written: how many arrays, and their bytes."""
 
     tensors: int
     nbytes: int
@@ -72,14 +72,15 @@ def write_huggingface(
 
 
 def write_orbax(
-    target: str, params: Params, config: dict[str, Any], companions: str | None, overwrite: bool = False
-) -> None:
+    target: str, pieces: Iterable[Piece], config: dict[str, Any], companions: str | None, overwrite: bool = False
+) -> Written:
     """Writes a directory that `load_model` reads, each device only its part: Orbax weights and the small files.
 
-    Args and errors as `write_huggingface`; `config` is kept as it is.
+    Args and errors as `write_huggingface`, with the weights' pieces instead of tensors; `config` is kept as it is.
     """
     with new_model_directory(target, overwrite) as directory:
-        save_params(directory / ORBAX_PARAMS, params)
+        written = Written(*save_pieces(directory / ORBAX_PARAMS, pieces))
         if companions:
             copy_companions(companions, directory)
         write_json(epath.Path(directory) / "config.json", config)
+    return written

@@ -5,6 +5,7 @@ in the file's layout and dtype, and is turned, converted and put at its layer th
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import PurePosixPath
@@ -14,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import Params, WeightSpec, weight_table
+from nca_jax.models.decoder import Params, weight_table
+from nca_jax.models.layers import Piece, layer_sharding, layer_spec, piece_names, stack
 from nca_jax.models.tensor_files import DTYPES, NewTensor, StoredTensor, read_blocks, read_header, read_parts
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -33,11 +35,6 @@ class NameRow(NamedTuple):
 
     name: str
     dims: tuple[str, ...]
-
-    def shape(self, spec: WeightSpec) -> tuple[int, ...]:
-        """The shape in the file."""
-        size = dict(zip(spec.axes, spec.shape, strict=True))
-        return tuple(int(np.prod([size[axis] for axis in dim.split()])) for dim in self.dims)
 
 
 def name_table(arch: Architecture) -> dict[str, NameRow]:
@@ -65,12 +62,45 @@ def name_table(arch: Architecture) -> dict[str, NameRow]:
     return {name: NameRow(rows[name][0], rows[name][1:]) for name in weight_table(arch)}
 
 
-def stored_names(arch: Architecture) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
-    """(name in the file, our name, layer or None, shape in the file) of every tensor of a checkpoint, in our order."""
-    table = weight_table(arch)
-    for ours, row in name_table(arch).items():
-        for layer in range(arch.num_layers) if table[ours].axes[0] == "layers" else [None]:
-            yield row.name.format(layer=layer), ours, layer, row.shape(table[ours])
+class StoredName(NamedTuple):
+    """One tensor of a checkpoint: its name and shape in the file, and which piece of our weights it is."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    name: str
+    layer: int | None
+
+
+def stored_names(arch: Architecture, by_layer: bool = False) -> Iterator[StoredName]:
+    """Every tensor of a checkpoint of that architecture, in the order of `piece_names`."""
+    table, rows = weight_table(arch), name_table(arch)
+    for name, layer in piece_names(arch, by_layer):
+        size = dict(zip(table[name].axes, table[name].shape, strict=True))
+        shape = tuple(math.prod(size[axis] for axis in dim.split()) for dim in rows[name].dims)
+        yield StoredName(rows[name].name.format(layer=layer), shape, name, layer)
+
+
+def read_pieces(
+    directory: str,
+    arch: Architecture,
+    dtype: jnp.dtype = jnp.float32,
+    sharding: Mapping[str, Sharding] | None = None,
+) -> Iterator[Piece]:
+    """The weights of a directory piece by piece, each device only its own part of each.
+
+    Args and errors as `load_params`.
+    """
+    stored = checked_tensors(directory, arch)
+    table, rows = weight_table(arch, dtype), name_table(arch)
+    for tensor, _, name, layer in stored_names(arch):
+        spec = layer_spec(table[name])
+        where = layer_sharding(table[name], sharding[name] if sharding else None)
+        dims = rows[name].dims
+        on_devices = _to_devices(stored[tensor], _stored_sharding(dims, spec.axes, where))
+        piece = _converter(dims, spec.shape, spec.axes, spec.dtype, where)(on_devices)
+        # Without waiting, reading would run ahead of the device and heap up tensors on the host.
+        yield Piece(name, layer, jax.block_until_ready(piece))
+        del on_devices, piece
 
 
 def load_params(
@@ -90,53 +120,40 @@ def load_params(
     Raises:
       UserError: one sentence that lists every missing, unknown and misshapen tensor and every absent file.
     """
-    stored = checked_tensors(directory, arch)
-    table, rows = weight_table(arch, dtype), name_table(arch)
-    default = SingleDeviceSharding(jax.devices()[0])
-    params = {}
-    for tensor_name, ours, layer, _ in stored_names(arch):
-        spec = table[ours]
-        converter = _converter(
-            rows[ours].dims, spec.shape, spec.axes, spec.dtype, sharding[ours] if sharding else default
-        )
-        tensor = _to_devices(stored[tensor_name], converter.stored_sharding)
-        if layer is None:
-            params[ours] = converter.to_ours(tensor)
-        else:
-            stacked = params.pop(ours) if layer else converter.zeros()
-            params[ours] = converter.put_layer(stacked, tensor, jnp.int32(layer))
-        # Without waiting, reading would run ahead of the device and heap up tensors on the host.
-        jax.block_until_ready(params[ours])
-    return params
+    return stack(read_pieces(directory, arch, dtype, sharding), arch, dtype, sharding)
 
 
-def tensors_to_write(arch: Architecture, weight: Callable[[str], jax.Array], dtype: jnp.dtype) -> list[NewTensor]:
+def tensors_to_write(
+    arch: Architecture,
+    piece: Callable[[str, int | None], jax.Array],
+    dtype: jnp.dtype,
+    by_layer: bool = False,
+) -> list[NewTensor]:
     """Every tensor of a Hugging Face checkpoint of these weights, made when it is written; a tied head is none.
 
     Args:
       arch: of the weights.
-      weight: our name -> the array, sharded in whatever way. It is asked for once per weight, in the order of
-        `weight_table`, and dropped before the next: who restores weights one by one never holds them all.
+      piece: (our name, layer or None) -> array, sharded in whatever way; asked for in the order of `piece_names`.
       dtype: to be written in.
+      by_layer: the order that is good for `piece`.
     """
     table, rows = weight_table(arch), name_table(arch)
-    held: dict[str, jax.Array] = {}
 
-    def values(ours: str, layer: int | None) -> np.ndarray:
-        if ours not in held:
-            held.clear()
-            held[ours] = weight(ours)
-        stored = _from_ours(held[ours], jnp.int32(layer or 0), rows[ours].dims, table[ours].axes, jnp.dtype(dtype))
-        return np.asarray(stored)
+    def values(name: str, layer: int | None) -> np.ndarray:
+        axes = layer_spec(table[name]).axes
+        return np.asarray(_from_ours(piece(name, layer), rows[name].dims, axes, jnp.dtype(dtype)))
 
-    return [NewTensor(name, shape, partial(values, ours, layer)) for name, ours, layer, shape in stored_names(arch)]
+    return [
+        NewTensor(tensor, shape, partial(values, name, layer))
+        for tensor, shape, name, layer in stored_names(arch, by_layer)
+    ]
 
 
 def checked_tensors(directory: str, arch: Architecture) -> dict[str, StoredTensor]:
     """Where every tensor of the checkpoint lies; UserError as `load_params`."""
     path = epath.Path(directory)
     stored, absent_files = find_tensors(path)
-    expected = {name: shape for name, _, _, shape in stored_names(arch)}
+    expected = {tensor: shape for tensor, shape, _, _ in stored_names(arch)}
     # Computed here, stored by old exporters.
     found = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     copied_head = found.pop(_HEAD, None) if arch.tied_head and _EMBEDDING in found else None
@@ -205,38 +222,22 @@ def _hashable(index: tuple[slice, ...]) -> tuple:
     return tuple((s.start, s.stop) for s in index)  # slices are hashable only from Python 3.12 on
 
 
-class _Converter(NamedTuple):
-    """Compiled functions from one kind of stored tensor to our weight."""
-
-    stored_sharding: Sharding
-    zeros: Callable[[], jax.Array]
-    to_ours: Callable[[jax.Array], jax.Array]
-    put_layer: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # donates the first
-
-
 @cache  # weights of the same shapes, in this or another model, are not compiled again
 def _converter(
     dims: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, sharding: Sharding
-) -> _Converter:
+) -> Callable[[jax.Array], jax.Array]:
+    """From a tensor as it is stored to our piece, compiled."""
     size, stored = dict(zip(axes, shape, strict=True)), _stored_axes(dims)
-    order = [stored.index(axis) for axis in axes if axis != "layers"]
+    order = [stored.index(axis) for axis in axes]
 
     def to_ours(tensor):
         return tensor.reshape([size[axis] for axis in stored]).transpose(order).astype(dtype)
 
-    def put_layer(stacked, tensor, layer):
-        return stacked.at[layer].set(to_ours(tensor))
-
-    return _Converter(
-        stored_sharding=_stored_sharding(dims, axes, sharding),
-        zeros=jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding),
-        to_ours=jax.jit(to_ours, out_shardings=sharding),
-        put_layer=jax.jit(put_layer, donate_argnums=0, out_shardings=sharding),
-    )
+    return jax.jit(to_ours, out_shardings=sharding)
 
 
 def _stored_axes(dims: tuple[str, ...]) -> list[str]:
-    """Our axes (without the layers) in the order of the file."""
+    """Our axes in the order of the file."""
     return [axis for dim in dims for axis in dim.split()]
 
 
@@ -252,10 +253,8 @@ def _stored_sharding(dims: tuple[str, ...], axes: tuple[str, ...], sharding: Sha
 
 
 @partial(jax.jit, static_argnames=("dims", "axes", "dtype"))
-def _from_ours(weight: jax.Array, layer: jax.Array, dims: tuple[str, ...], axes: tuple[str, ...], dtype) -> jax.Array:
-    """A tensor as it is stored; `layer` counts only where the weight is stacked."""
-    if axes[0] == "layers":
-        weight, axes = weight[layer], axes[1:]
-    size = dict(zip(axes, weight.shape, strict=True))
-    weight = weight.transpose([axes.index(axis) for axis in _stored_axes(dims)])
-    return weight.reshape([int(np.prod([size[axis] for axis in dim.split()])) for dim in dims]).astype(dtype)
+def _from_ours(piece: jax.Array, dims: tuple[str, ...], axes: tuple[str, ...], dtype) -> jax.Array:
+    """The inverse of `_converter`."""
+    size = dict(zip(axes, piece.shape, strict=True))
+    stored = piece.transpose([axes.index(axis) for axis in _stored_axes(dims)])
+    return stored.reshape([math.prod(size[axis] for axis in dim.split()) for dim in dims]).astype(dtype)

@@ -14,12 +14,12 @@ from ml_collections import ConfigDict
 from nca_jax.data.chat import ChatFormat
 from nca_jax.errors import UserError
 from nca_jax.files import is_bucket, read_json
-from nca_jax.models import huggingface
+from nca_jax.models import huggingface, orbax_params
 from nca_jax.models.architecture import Architecture, load_architecture
-from nca_jax.models.decoder import Params, weight_table
+from nca_jax.models.decoder import Params
 from nca_jax.models.gguf import convert_to_hf_directory
+from nca_jax.models.layers import stack
 from nca_jax.models.model_files import fetch_from_hub, local_companions, looks_like_hub_id
-from nca_jax.models.orbax_params import weight_reader
 from nca_jax.models.packaged import PACKAGED, model_directory
 
 _log = logging.getLogger(__name__)
@@ -131,8 +131,7 @@ def load_weights(
     """The weights of a Hugging Face directory or of one that `convert import` wrote; UserError as their readers."""
     orbax = epath.Path(directory) / ORBAX_PARAMS
     if orbax.exists():
-        read = weight_reader(orbax, arch, dtype, sharding)
-        return {name: read(name) for name in weight_table(arch)}
+        return stack(orbax_params.read_pieces(orbax, arch, dtype, sharding), arch, dtype, sharding)
     return huggingface.load_params(directory, arch, dtype, sharding)
 
 

@@ -79,6 +79,11 @@ def build(kind: str, seed: int) -> PreTrainedModel:
         model.generation_config = GenerationConfig(
             bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0, do_sample=True, temperature=0.6, top_p=0.9
         )
+    elif kind == "smollm2":
+        shape = SHAPE | dict(hidden_size=48, num_attention_heads=6)
+        rope = DEFAULT_ROPE | dict(rope_theta=1e5)
+        config = LlamaConfig(**shape, rope_parameters=rope, tie_word_embeddings=True)
+        model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     elif kind == "qwen2":
         config = Qwen2Config(**SHAPE, rope_parameters=dict(DEFAULT_ROPE), tie_word_embeddings=False)
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
@@ -139,7 +144,7 @@ def check_sensitive(model: PreTrainedModel, directory: Path) -> None:
             parameter.copy_(kept)
             # A key bias is nearly invisible (softmax ignores what all keys share), save through the rotation.
             assert change > 1e-2, (name, change)
-        if model.config.model_type == "llama":
+        if model.config.rope_parameters["rope_type"] == "llama3":
             other = type(model.config)(**{**model.config.to_dict(), "rope_parameters": {**LLAMA3_ROPE, "factor": 1.0}})
             unscaled = LlamaForCausalLM._from_config(other, attn_implementation="eager").eval()
             unscaled.load_state_dict(model.state_dict())
@@ -418,7 +423,7 @@ def main() -> None:
 
     check_divergences()
     models = {}
-    for seed, kind in enumerate(["llama3", "qwen2", "qwen3"], start=1):
+    for seed, kind in enumerate(["llama3", "qwen2", "qwen3", "smollm2"], start=1):
         models[kind] = save_and_reload(build(kind, seed), root / kind)
         make_forward_fixture(models[kind], root / kind, seed=10 + seed)
         check_sensitive(models[kind], root / kind)

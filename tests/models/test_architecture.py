@@ -42,10 +42,10 @@ def test_a_family_fixes_its_norms_and_biases(family, qk_norm, qkv_bias):
     assert (arch.family, arch.qk_norm, arch.qkv_bias) == (family, qk_norm, qkv_bias)
 
 
-@pytest.mark.parametrize("folder", ["llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("folder", ["llama3", "qwen2", "qwen3", "smollm2"])
 def test_golden_configs_are_read_without_a_warning(folder, caplog):
     arch = load_architecture(str(GOLDEN / folder))
-    assert arch.head_dim == (8 if folder == "qwen2" else 16)  # of qwen2 it is hidden / heads
+    assert arch.head_dim == (8 if folder in ("qwen2", "smollm2") else 16)  # there it is hidden / heads
     assert arch.tied_head == (folder != "qwen2")
     assert not caplog.records
 

@@ -13,7 +13,7 @@ from nca_jax.models.architecture import load_architecture
 from nca_jax.models.decoder import Past, decoder_graph, encode_prefix, random_params, weight_table
 from nca_jax.models.huggingface import load_params
 
-FAMILIES = ["llama3", "qwen2", "qwen3"]
+FAMILIES = ["llama3", "qwen2", "qwen3", "smollm2"]
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def test_every_weight_of_every_layer_changes_the_logits(family):
     arch, params, token_BxT, _ = golden(family)
     run = functools.partial(logits_of, token_BxT=token_BxT[:, :8], graph=decoder_graph(arch))
     before, rng = run(params), np.random.default_rng(0)
-    assert {"llama3": 11, "qwen2": 15, "qwen3": 13}[family] == len(weight_table(arch))
+    assert {"llama3": 11, "qwen2": 15, "qwen3": 13, "smollm2": 11}[family] == len(weight_table(arch))
     for name, spec in weight_table(arch).items():
         for where in range(arch.num_layers) if spec.axes[0] == "layers" else [slice(None)]:
             noise = rng.normal(0, 0.1, params[name][where].shape)
