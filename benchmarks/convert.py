@@ -3,8 +3,8 @@
     python -m benchmarks.convert [--preset=llama3_2_3b] [--scratch=DIR]
 
 Each command runs in a process of its own. On a CPU the mesh itself is host memory: an import cannot take less than the
-parameters it holds; what counts is the rest. An export restores one weight at a time and holds no model. Needs about
-five times the bfloat16 checkpoint in disk, and the float32 parameters in memory. Results: benchmarks/results/convert.json.
+parameters it holds; what counts is the rest. An export holds no model. Needs about five times the checkpoint in
+disk, and the float32 parameters in memory. Results: benchmarks/results/convert.json.
 """
 
 import argparse
@@ -48,7 +48,6 @@ def main() -> None:
         "float32_parameters_gb": 4 * parameters / 1e9,
         "checkpoint_gb": 2 * parameters / 1e9,
         "largest_tensor_gb": 4 * max(int(np.prod(stored.shape)) for stored in stored_names(arch)) / 1e9,
-        "largest_weight_gb": 4 * max(int(np.prod(spec.shape)) for spec in weight_table(arch).values()) / 1e9,
     }
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         path = Path(scratch)
@@ -68,13 +67,8 @@ def main() -> None:
                 devices=DEVICES,
             ),
         }
-    above = {
-        name: result["peak_gb"] - sizes["float32_parameters_gb"]
-        for name, result in runs.items()
-        if "import" in name[:6]
-    }
     for name in ("import", f"import, {DEVICES} devices"):
-        runs[name]["peak_above_parameters_gb"] = round(above[name], 2)
+        runs[name]["peak_above_parameters_gb"] = round(runs[name]["peak_gb"] - sizes["float32_parameters_gb"], 2)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"preset": arguments.preset, **sizes, "runs": runs}, indent=2) + "\n")
     print(RESULTS.read_text())

@@ -23,12 +23,12 @@ from nca_jax.evaluate import IRRELEVANT, Evaluator, build_views, summarise, writ
 from nca_jax.files import read_json, write_json, write_text
 from nca_jax.logbook import Logbook
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import Params, decoder_graph
+from nca_jax.models.decoder import Params, decoder_graph, weight_table
 from nca_jax.models.export import export_dtype, write_huggingface
 from nca_jax.models.huggingface import tensors_to_write
 from nca_jax.models.layers import pieces_of
 from nca_jax.models.model_files import copy_companions
-from nca_jax.models.source import load_model, resolve
+from nca_jax.models.source import load_weights, open_model, resolve
 from nca_jax.rollout import Rollout, Sampling, example_keys, make_sampler
 from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
 from nca_jax.train_step import Batch, Teacher, TrainState, View, make_train_step, shared_prefix
@@ -49,15 +49,13 @@ def train(config: ConfigDict, workdir: str) -> str:
     if config.batch_size // config.accumulation % (mesh.shape["data"] * mesh.shape["fsdp"]):
         raise UserError(f"config.batch_size / accumulation must divide by the data x fsdp mesh {dict(mesh.shape)}.")
     source = resolve(config.model.source)
-    student = load_model(source, settings.dtype(config.model.param_dtype), partial(params_sharding, mesh))
-    graph = decoder_graph(student.arch, settings.dtype(config.model.compute_dtype), config.model.remat)
-    teacher_dtype = settings.dtype(config.teacher.dtype)
-    # A teacher of its own arrays also where it starts as the student: the student's are donated to every step.
-    teacher_source = resolve(config.teacher.source) if config.teacher.source else source
-    teacher_model = load_model(teacher_source, teacher_dtype, partial(params_sharding, mesh))
+    student = open_model(source)
+    teacher_model = open_model(resolve(config.teacher.source)) if config.teacher.source else student
     student.check_same_tokenizer(teacher_model, config.teacher.other_template)
-    teacher_graph = decoder_graph(teacher_model.arch, settings.dtype(config.model.compute_dtype))
     vocab_size = len(student.tokenizer)
+    graph = decoder_graph(student.arch, settings.dtype(config.model.compute_dtype), config.model.remat)
+    teacher_graph = decoder_graph(teacher_model.arch, settings.dtype(config.model.compute_dtype))
+    weights, teacher_weights = (params_sharding(mesh, model.arch) for model in (student, teacher_model))
 
     # ---------------------------------------------------------------- data
     domain = make_domain(config.domain.name, **config.domain.settings)
@@ -84,12 +82,16 @@ def train(config: ConfigDict, workdir: str) -> str:
     train_step = make_train_step(
         graph, teacher_graph, optimizer, settings.make_objective(config, vocab_size), config.accumulation
     )
-    replicated, weights = named(mesh), params_sharding(mesh, student.arch)
+    replicated = named(mesh)
+    abstract_params = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=weights[name])
+        for name, spec in weight_table(student.arch, settings.dtype(config.model.param_dtype)).items()
+    }
 
     def initial_state(params):
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-    state_sharding = like_params(jax.eval_shape(initial_state, student.params), weights, replicated)
+    state_sharding = like_params(jax.eval_shape(initial_state, abstract_params), weights, replicated)
     train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, replicated))
     encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
     encode_teacher = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(teacher_graph, params), prefix_C))
@@ -118,7 +120,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     # ---------------------------------------------------------------- start or resume
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, settings.fingerprint(config))
-    abstract = jax.eval_shape(initial_state, student.params)
+    abstract = jax.eval_shape(initial_state, abstract_params)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, state_sharding)
     restored = checkpoints.restore_latest(abstract)
     if restored:
@@ -126,10 +128,15 @@ def train(config: ConfigDict, workdir: str) -> str:
         indices.set_state(position["iterator"])
         spent = position["seconds"]
     else:
-        state = jax.jit(initial_state, donate_argnums=0, out_shardings=state_sharding)(student.params)
+        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), weights)
+        state = jax.jit(initial_state, donate_argnums=0, out_shardings=state_sharding)(params)
         start, spent = 0, 0.0
-    teacher = Teacher(teacher_model.params, encode_teacher(teacher_model.params, jnp.asarray(view_c.prefix_C)))
-    del student.params, teacher_model.params
+        del params  # donated
+    # A teacher of its own arrays also where it starts as the student: the student's are donated to every step.
+    frozen = load_weights(
+        teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teacher_weights
+    )
+    teacher = Teacher(frozen, encode_teacher(frozen, jnp.asarray(view_c.prefix_C)))
     write_json(workdir / "config.json", config.to_dict())
     model_config = _keep_small_files(student.directory, workdir / "model")
     logbook = Logbook(workdir, start, config.steps)

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_model
+from conftest import TINY_CONFIG, write_model
+from safetensors.numpy import load_file, save_file
 
 from configs import conventions
+from nca_jax import convert
 from nca_jax import train as train_module
 from nca_jax.errors import UserError
+from nca_jax.models.source import open_model
 from nca_jax.train import train
 
 REPOSITORY = Path(__file__).parents[1]
@@ -167,6 +170,51 @@ def test_another_checkpoint_can_teach(tiny_model, tmp_path):
     train(tiny_config(tiny_model, steps=1, **{"teacher.source": str(other)}), str(tmp_path / "run"))
     first = next(r for r in records(tmp_path / "run") if "loss" in r)
     assert abs(first["nca"] - first["opd"]) > 1e-3
+
+
+def test_a_teacher_of_another_size_and_padding_teaches(tiny_model, tmp_path):
+    """Cross-model: what lies beyond the tokenizer's 259 tokens, 13 rows here and 41 there, is cut before the softmax."""
+    wider = TINY_CONFIG | {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    teacher = write_model(tmp_path / "teacher", wider, seed=1)
+    loss = []
+    for padding in (0.0, 50.0):
+        tensors = load_file(teacher / "model.safetensors")
+        tensors["lm_head.weight"][259:] = padding
+        save_file(tensors, teacher / "model.safetensors")
+        workdir = tmp_path / f"run{padding}"
+        train(tiny_config(tiny_model, steps=1, **{"teacher.source": str(teacher)}), str(workdir))
+        loss.append(next(r for r in records(workdir) if "loss" in r))
+    assert loss[0] == loss[1] and np.isfinite(loss[0]["loss"]) and abs(loss[0]["nca"] - loss[0]["opd"]) > 1e-3
+
+
+def test_the_end_is_exported_by_config_and_any_checkpoint_by_command(finished, tiny_model, tmp_path):
+    straight, _ = finished
+    assert not (straight / "huggingface").exists()
+    workdir = tmp_path / "copy"
+    shutil.copytree(straight, workdir)
+    train(tiny_config(tiny_model, **{"export.huggingface": True, "export.dtype": "float32"}), str(workdir))
+    exported = load_file(workdir / "huggingface" / "model.safetensors")
+    source = load_file(tiny_model / "model.safetensors")
+    assert exported.keys() == source.keys()
+    assert all(not np.array_equal(exported[name], source[name]) for name in source)  # all of it was trained
+    assert (
+        open_model(str(workdir / "huggingface")).tokenizer.get_vocab()
+        == open_model(str(tiny_model)).tokenizer.get_vocab()
+    )
+
+    for step, equal in ((None, True), (6, True), (4, False)):
+        output = tmp_path / f"step{step}"
+        chosen = [] if step is None else [f"--step={step}"]
+        assert convert.main(["export", f"--source={workdir}", f"--output={output}", *chosen]) == 0
+        tensors = load_file(output / "model.safetensors")
+        assert all(np.array_equal(tensors[name], exported[name]) == equal for name in exported)
+    assert convert.main(["export", f"--source={workdir}", f"--output={tmp_path / 'none'}", "--step=5"]) == 2
+
+    # The exported model is where the next run begins.
+    train(tiny_config(workdir / "huggingface", steps=1), str(tmp_path / "next"))
+    first = next(r for r in records(tmp_path / "next") if "eval/no_context" in r)
+    last = [r for r in records(straight) if "eval/no_context" in r][-1]
+    assert {k: v for k, v in first.items() if k != "step"} == {k: v for k, v in last.items() if k != "step"}
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny_model, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def write_huggingface(
 def write_orbax(
     target: str, pieces: Iterable[Piece], config: dict[str, Any], companions: str | None, overwrite: bool = False
 ) -> Written:
-    """Writes a directory that `load_model` reads, each device only its part: Orbax weights and the small files.
+    """Writes a directory that `load_weights` reads, each device only its part: Orbax weights and the small files.
 
     Args and errors as `write_huggingface`, with the weights' pieces instead of tensors; `config` is kept as it is.
     """

@@ -76,8 +76,9 @@ def copy_companions(source: str, target: epath.Path) -> None:
     for file in sorted(source_dir.iterdir()):
         if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in COMPANIONS) and not file.is_dir():
             (target / file.name).write_bytes(file.read_bytes())
-    if not (target / "generation_config.json").exists():
-        config = read_json(source_dir / "config.json")
+    config_file = source_dir / "config.json"
+    if config_file.exists() and not (target / "generation_config.json").exists():
+        config = read_json(config_file)
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
         if ids := {key: config[key] for key in keys if config.get(key) is not None}:
             write_json(target / "generation_config.json", ids)

@@ -36,6 +36,12 @@ def save_pieces(directory: epath.Path, pieces: Iterable[Piece]) -> tuple[int, in
     return len(arrays), sum(array.nbytes for array in arrays)
 
 
+def check_pieces(directory: epath.Path, arch: Architecture) -> None:
+    """Raises a UserError unless `save_pieces` wrote weights of that architecture there; reads no weight."""
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    _check_shapes(directory, _stored_tree(checkpointer, directory), _abstract_tree(arch, jnp.float32, None))
+
+
 def read_pieces(
     directory: epath.Path,
     arch: Architecture,
@@ -53,13 +59,7 @@ def read_pieces(
     Raises:
       UserError: it cannot be read, or its weights are not those of `arch`.
     """
-    table = weight_table(arch, dtype)
-    expected: dict[str, Any] = {"layers": {}}
-    for name, layer in piece_names(arch):
-        place = expected if layer is None else expected["layers"].setdefault(str(layer), {})
-        spec = layer_spec(table[name])
-        where = layer_sharding(table[name], sharding[name] if sharding else None)
-        place[name] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+    expected = _abstract_tree(arch, dtype, sharding)
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     _check_shapes(directory, _stored_tree(checkpointer, directory), expected)
     layers, held_layer, held = expected.pop("layers"), None, _restore(checkpointer, directory, expected)
@@ -110,6 +110,17 @@ def stacked_reader(
         return held[name][layer] if is_stacked(table[name]) else held[name]
 
     return read
+
+
+def _abstract_tree(arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, Sharding] | None) -> dict[str, Any]:
+    """What `save_pieces` writes, as abstract arrays with the shardings that each layer's array is to have."""
+    table = weight_table(arch)
+    tree: dict[str, Any] = {"layers": {}}
+    for name, layer in piece_names(arch):
+        place = tree if layer is None else tree["layers"].setdefault(str(layer), {})
+        where = layer_sharding(table[name], sharding[name] if sharding else None)
+        place[name] = jax.ShapeDtypeStruct(layer_spec(table[name]).shape, dtype, sharding=where)
+    return tree
 
 
 def _stored_tree(checkpointer: ocp.Checkpointer, directory: epath.Path) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -30,11 +30,10 @@ ORBAX_PARAMS = "params"
 
 @dataclasses.dataclass
 class Model:
-    """A loaded checkpoint. `params` may be deleted once they have been handed on."""
+    """All of a checkpoint but its weights, which `load_weights` brings."""
 
     directory: str
     arch: Architecture
-    params: Params
     tokenizer: object  # a fast Hugging Face tokenizer
     eos_ids: tuple[int, ...]
 
@@ -84,7 +83,7 @@ class Model:
 
 
 def resolve(source: str) -> str:
-    """The directory a config's `source` means, local or in a bucket, ready for `load_model`.
+    """The directory a config's `source` means, local or in a bucket, ready for `open_model`.
 
     A source is a packaged model's name, a GGUF file, a directory (Hugging Face's or one of `convert import`), a gs://
     path of such a directory, or `owner/name[@revision]` on the Hugging Face Hub. A GGUF file is converted once, into a
@@ -125,25 +124,8 @@ def resolve(source: str) -> str:
     )
 
 
-def load_weights(
-    directory: str, arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, jax.sharding.Sharding] | None = None
-) -> Params:
-    """The weights of a Hugging Face directory or of one that `convert import` wrote; UserError as their readers."""
-    orbax = epath.Path(directory) / ORBAX_PARAMS
-    if orbax.exists():
-        return stack(orbax_params.read_pieces(orbax, arch, dtype, sharding), arch, dtype, sharding)
-    return huggingface.load_params(directory, arch, dtype, sharding)
-
-
-def load_model(
-    directory: str, dtype: jnp.dtype, sharding: Callable[[Architecture], Mapping[str, jax.sharding.Sharding]]
-) -> Model:
-    """Everything of a model directory.
-
-    Args:
-      directory: from `resolve`.
-      dtype: of the weights.
-      sharding: from the architecture to where each weight goes.
+def open_model(directory: str) -> Model:
+    """Architecture, tokenizer and end tokens of a model directory, from `resolve`.
 
     Raises:
       UserError: as the readers of each file.
@@ -159,8 +141,26 @@ def load_model(
         raise UserError(f"{directory}: the tokenizer cannot be loaded ({reason}); copy its files there.") from error
     if len(tokenizer) > arch.vocab_size:
         raise UserError(f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model only {arch.vocab_size}.")
-    params = load_weights(directory, arch, dtype, sharding(arch))
-    return Model(directory, arch, params, tokenizer, _eos_ids(files, tokenizer))
+    # What is wrong with the weights is said before anything is computed or written.
+    orbax = epath.Path(directory) / ORBAX_PARAMS
+    if orbax.exists():
+        orbax_params.check_pieces(orbax, arch)
+    else:
+        huggingface.checked_tensors(directory, arch)
+    return Model(directory, arch, tokenizer, _eos_ids(files, tokenizer))
+
+
+def load_weights(
+    directory: str, arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, jax.sharding.Sharding] | None = None
+) -> Params:
+    """The weights of a directory from `resolve`, a Hugging Face one or one that `convert import` wrote.
+
+    Args and errors as `huggingface.load_params` and `orbax_params.read_pieces`.
+    """
+    orbax = epath.Path(directory) / ORBAX_PARAMS
+    if orbax.exists():
+        return stack(orbax_params.read_pieces(orbax, arch, dtype, sharding), arch, dtype, sharding)
+    return huggingface.load_params(directory, arch, dtype, sharding)
 
 
 def _eos_ids(directory: str, tokenizer) -> tuple[int, ...]:

@@ -147,10 +147,13 @@ def write_tensors(
         with (directory / name).open("wb") as stream:
             stream.write(_header(shard, sizes, dtype))
             for tensor in shard:
-                values = np.ascontiguousarray(tensor.values(), dtype)
-                if not np.isfinite(values.astype(np.float32) if dtype.itemsize < 4 else values).all():
-                    raise UserError(f"{tensor.name} has values that are not finite in {dtype}; nothing was written.")
-                stream.write(values.reshape(-1).view(np.uint8).data)
+                flat = np.ascontiguousarray(tensor.values(), dtype).reshape(-1)
+                for first in range(0, flat.size, _BLOCK_BYTES // 4):
+                    block = flat[first : first + _BLOCK_BYTES // 4]
+                    if not np.isfinite(block.astype(np.float32)).all():
+                        raise UserError(f"{tensor.name} is not finite in {dtype}; choose another dtype or checkpoint.")
+                    stream.write(block.view(np.uint8).data)
+                del flat
     return sizes
 
 

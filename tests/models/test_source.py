@@ -8,16 +8,16 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import EOS, TINY_CONFIG, byte_tokenizer, write_model
+from conftest import CHATML, EOS, TINY_CONFIG, byte_tokenizer, write_model
 from test_gguf import make_metadata, make_tensors, write_gguf
 
 from nca_jax.errors import UserError
 from nca_jax.models import source
-from nca_jax.models.source import load_model, resolve
+from nca_jax.models.source import load_weights, open_model, resolve
 
 
 def load(directory):
-    return load_model(str(directory), jnp.float32, lambda arch: None)
+    return open_model(str(directory))
 
 
 @pytest.fixture
@@ -36,15 +36,20 @@ def test_everything_of_a_directory(tiny_model):
     model = load(tiny_model)
     assert model.directory == str(tiny_model)
     assert (model.arch.vocab_size, len(model.tokenizer), model.eos_ids) == (272, 259, (EOS,))
-    assert model.params["embedding"].shape == (272, 32)
     assert model.decode([*model.tokenizer("dü't").input_ids, EOS]) == "dü't"
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_architecture_and_dtype_reach_the_weights(dtype, tiny_model):
-    seen = []
-    model = load_model(str(tiny_model), dtype, seen.append)
-    assert {p.dtype for p in model.params.values()} == {jnp.dtype(dtype)} and seen == [model.arch]
+def test_weights_in_the_dtype_that_is_asked_for(dtype, tiny_model):
+    params = load_weights(str(tiny_model), load(tiny_model).arch, dtype)
+    assert {p.dtype for p in params.values()} == {jnp.dtype(dtype)}
+    assert params["embedding"].shape == (272, 32)
+
+
+def test_weights_that_do_not_fit_are_refused_at_once(model_directory):
+    write_json(model_directory / "config.json", {"tie_word_embeddings": False})
+    with pytest.raises(UserError, match=r"missing lm_head\.weight"):
+        load(model_directory)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +103,43 @@ def test_a_directory_without_a_tokenizer_is_refused(model_directory):
         load(model_directory)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tiny_model, tmp_path):
-    student = load(tiny_model)
-    student.check_same_tokenizer(load(write_model(tmp_path / "same", seed=1)))
+def with_tokenizer(tmp_path, change):
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<|new|>"])
-    teacher = load(write_model(tmp_path / "other", tokenizer=tokenizer))
-    with pytest.raises(UserError, match="different vocabularies") as caught:
-        student.check_same_tokenizer(teacher)
+    change(tokenizer)
+    return load(write_model(tmp_path / "other", tokenizer=tokenizer))
+
+
+def test_a_teacher_with_the_same_tokenizer_may_differ_in_size_and_padding(tiny_model, tmp_path):
+    wider = TINY_CONFIG | {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 3}
+    load(tiny_model).check_same_tokenizer(load(write_model(tmp_path / "wide", wider)))
+
+    def other_padding(tokenizer):
+        tokenizer.pad_token = "<|endoftext|>"
+
+    load(tiny_model).check_same_tokenizer(with_tokenizer(tmp_path, other_padding))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: t.add_tokens(["<|new|>"]), r"different vocabularies \(259 and 260 tokens, 1 differ, .*'<\|new\|>'"),
+        (lambda t: setattr(t, "eos_token", "<|endoftext|>"), r"different special tokens \(eos_token_id 2 and 0\)"),
+        (lambda t: setattr(t, "bos_token", "<|im_start|>"), r"different special tokens \(bos_token_id None and 1\)"),
+        (lambda t: setattr(t, "chat_template", CHATML + "!"), "different chat templates; .*other_template=True"),
+    ],
+    ids=["vocabulary", "eos", "bos", "template"],
+)
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_reason(change, reason, tiny_model, tmp_path):
+    teacher = with_tokenizer(tmp_path, change)
+    with pytest.raises(UserError, match=reason) as caught:
+        load(tiny_model).check_same_tokenizer(teacher)
     assert str(tiny_model) in str(caught.value) and str(tmp_path / "other") in str(caught.value)
+
+
+def test_another_template_may_be_allowed_and_is_then_said(tiny_model, tmp_path, caplog):
+    teacher = with_tokenizer(tmp_path, lambda t: setattr(t, "chat_template", CHATML + "!"))
+    load(tiny_model).check_same_tokenizer(teacher, other_template=True)
+    assert "both are shown the student's prompts" in caplog.text
 
 
 def test_a_directory_resolves_to_itself(tmp_path):
@@ -134,7 +167,8 @@ def test_a_gguf_file_is_converted_once_beside_itself(tmp_path):
     directory = resolve(str(path))
     assert directory == str(tmp_path / "model.gguf.hf")
     model = load(directory)
-    np.testing.assert_array_equal(model.params["final_norm"], make_tensors()[0]["output_norm.weight"])
+    params = load_weights(directory, model.arch, jnp.float32)
+    np.testing.assert_array_equal(params["final_norm"], make_tensors()[0]["output_norm.weight"])
     path.write_bytes(b"no GGUF")
     os.utime(path, (0, 0))  # older than its conversion: not read again
     assert resolve(str(path)) == directory
