@@ -15,15 +15,18 @@ class Logbook:
 
     Args:
       workdir: of the run.
-      start_step: the step the run continues from; records up to it stay.
+      continued_from: the checkpointed step the run continues from; records up to it stay. None: the run begins, and
+        what one that was killed before its first checkpoint has left is dropped.
       total_steps: for the progress line.
     """
 
-    def __init__(self, workdir: epath.Path, start_step: int, total_steps: int):
+    def __init__(self, workdir: epath.Path, continued_from: int | None, total_steps: int):
         self._files = {name: workdir / f"{name}.jsonl" for name in ("metrics", "samples")}
         for path in self._files.values():
-            _drop_after(path, start_step)
-        self._tensorboard = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+            _drop_after(path, -1 if continued_from is None else continued_from)
+        start_step = continued_from or 0
+        purge_step = 0 if continued_from is None else start_step + 1
+        self._tensorboard = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge_step)
         self._total = total_steps
         # On a terminal a bar; elsewhere (a log file) a line for each step.
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None, dynamic_ncols=True)

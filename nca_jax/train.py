@@ -139,7 +139,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     teacher = Teacher(frozen, encode_teacher(frozen, jnp.asarray(view_c.prefix_C)))
     write_json(workdir / "config.json", config.to_dict())
     model_config = _keep_small_files(student.directory, workdir / "model")
-    logbook = Logbook(workdir, start, config.steps)
+    logbook = Logbook(workdir, start if restored else None, config.steps)
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
 
     def seconds() -> float:

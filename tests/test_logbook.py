@@ -12,14 +12,14 @@ def lines(workdir, name: str) -> list[dict]:
     return [json.loads(line) for line in (workdir / f"{name}.jsonl").read_bytes().decode().split("\n")[:-1]]
 
 
-def reopen(workdir, start_step: int) -> Logbook:
-    return Logbook(epath.Path(workdir), start_step, total_steps=6)
+def reopen(workdir, continued_from: int | None) -> Logbook:
+    return Logbook(epath.Path(workdir), continued_from, total_steps=6)
 
 
 @pytest.fixture
 def workdir(tmp_path):
     """A run of four steps, with an evaluation at 0 and 2 and samples at 2 and 4."""
-    book = reopen(tmp_path, 0)
+    book = reopen(tmp_path, None)
     book.metrics(0, {"eval/harm": 0.0})
     for step in range(1, 5):
         book.metrics(step, {"loss": step / 10})
@@ -45,6 +45,14 @@ def test_a_restart_drops_what_came_after_its_step_and_goes_on(workdir):
     book.metrics(3, {"loss": 7.0})
     assert lines(workdir, "metrics")[-1] == {"step": 3, "loss": 7.0}
     assert not list(workdir.glob("*.tmp"))
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(workdir):
+    """Its evaluation at step 0 must not stand there twice."""
+    book = reopen(workdir, None)
+    assert not lines(workdir, "metrics") and not lines(workdir, "samples")
+    book.metrics(0, {"eval/harm": 0.25})
+    assert lines(workdir, "metrics") == [{"step": 0, "eval/harm": 0.25}]
 
 
 def test_a_restart_at_the_last_step_keeps_every_record(workdir):

@@ -18,11 +18,10 @@ torch = pytest.importorskip("torch")
 def test_transformers_loads_an_export_and_gives_the_golden_logits(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    assert convert.main(["import", f"--source={GOLDEN / family}", f"--output={tmp_path / 'in'}"]) == 0
-    assert (
-        convert.main(["export", f"--source={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--shard_gb=5e-5"]) == 0
-    )
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    imported, exported = tmp_path / "imported", tmp_path / "exported"
+    assert convert.main(["import", f"--source={GOLDEN / family}", f"--output={imported}"]) == 0
+    assert convert.main(["export", f"--source={imported}", f"--output={exported}", "--shard_gb=5e-5"]) == 0
+    model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.float32
     fixture = np.load(GOLDEN / family / "fixture.npz")
