@@ -121,7 +121,7 @@ TINY_PRESETS = {
         qk_norm=False,
         qkv_bias=False,
         max_positions=8192,
-        **_TINY | {"num_heads": 9},
+        **_TINY | {"num_heads": 9, "hidden_size": 144},
     ),
 }
 
