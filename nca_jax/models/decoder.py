@@ -10,7 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from nca_jax.axes import constrain
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.attention import KeyBlock, attend
 from nca_jax.models.rope import inverse_frequencies, rotate
@@ -107,11 +109,16 @@ class Decoder(nnx.Module):
             setattr(self, name, nnx.Param(spec.initialiser(rngs.params(), spec.shape, spec.dtype)))
 
     def __call__(
-        self, token_BxT: jax.Array, position_BxT: jax.Array, past: Sequence[Past] = ()
+        self,
+        token_BxT: jax.Array,
+        position_BxT: jax.Array,
+        past: Sequence[Past] = (),
+        lay_out: Callable[[jax.Array], jax.Array] = lambda x_BxTxD: x_BxTxD,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Runs the layers over tokens that attend causally to each other and to `past`.
 
-        Right padding needs no mask: no real token sees what lies to its right.
+        Right padding needs no mask: no real token sees what lies to its right. `lay_out` says where activations lie on
+        a mesh, if not where the compiler puts them.
 
         Returns:
           hidden_BxTxD after the final norm, in the compute dtype, and the tokens' own keys and values, each
@@ -126,6 +133,7 @@ class Decoder(nnx.Module):
             w, past_kv = scanned
             w = {name: weight.astype(self.compute_dtype) for name, weight in w.items()}
 
+            x_BxTxD = lay_out(x_BxTxD)
             y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
             q_BxTxHxQ = self._project(y_BxTxD, w, "query", position_BxT, frequency)
             k_BxTxKxQ = self._project(y_BxTxD, w, "key", position_BxT, frequency)
@@ -180,8 +188,12 @@ def random_params(arch: Architecture, seed: int, dtype: jnp.dtype = jnp.float32)
     return nnx.to_pure_dict(nnx.state(Decoder(arch, rngs=nnx.Rngs(seed), param_dtype=dtype)))
 
 
-def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = ()) -> Past:
-    """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once."""
+def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = (), mesh: Mesh | None = None) -> Past:
+    """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once.
+
+    On a mesh every device encodes its share of the tokens, if their number divides, and gets all keys and values.
+    """
     position_1xC = jnp.arange(prefix_C.shape[0])[None]
-    _, (k_Lx1xCxKxQ, v_Lx1xCxKxQ) = model(prefix_C[None], position_1xC, past)
-    return Past(k_Lx1xCxKxQ[:, 0], v_Lx1xCxKxQ[:, 0])
+    _, kv = model(prefix_C[None], position_1xC, past, lambda x_1xCxD: constrain(mesh, x_1xCxD, None, "prefix", None))
+    k_LxCxKxQ, v_LxCxKxQ = (constrain(mesh, x[:, 0], None, None, "kv_heads", None) for x in kv)
+    return Past(k_LxCxKxQ, v_LxCxKxQ)
