@@ -162,6 +162,16 @@ def test_the_decoder_with_a_kernel_equals_the_decoder_without(kind, on_mesh):
         np.testing.assert_allclose(gradient[name], expected[name], atol=atol, err_msg=name)
 
 
+def test_the_decoder_hands_its_mesh_to_the_kernel():
+    """Interpreted, a kernel is a plain program that XLA can split by itself; a compiled one is not."""
+    arch, params, token_BxT = golden()
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    for given in (None, mesh):
+        model = nnx.merge(decoder_graph(arch, attention="splash", mesh=given), params)
+        program = str(jax.make_jaxpr(model)(token_BxT[:, :4], jnp.arange(4)[None]))
+        assert ("shard_map" in program) == (given is not None)
+
+
 def test_a_kernel_runs_for_a_sequence_over_shared_prefixes_and_for_nothing_else():
     arch, params, _ = golden()
     model = nnx.merge(decoder_graph(arch, attention="splash"), params)
