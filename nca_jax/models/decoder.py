@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from nca_jax.axes import constrain
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.fused_attention import attend_causal
 from nca_jax.models.rope import inverse_frequencies, rotate
 
 Params = dict[str, jax.Array]
@@ -91,6 +92,9 @@ class Decoder(nnx.Module):
       param_dtype: dtype of the weights.
       compute_dtype: dtype of activations and matrix products; norms, softmax and rotations are float32.
       remat: a key of REMAT_POLICIES.
+      attention: `kind` of fused_attention.attend_causal, for passes of more than one token over at most shared
+        prefixes that all queries see. Any other pass, such as a decode step, is plain XLA.
+      mesh: what the arrays are split over, if anything; kernels need to know.
     """
 
     def __init__(
@@ -101,10 +105,14 @@ class Decoder(nnx.Module):
         param_dtype: jnp.dtype = jnp.float32,
         compute_dtype: jnp.dtype = jnp.float32,
         remat: str = "full",
+        attention: str = "xla",
+        mesh: Mesh | None = None,
     ):
         self.arch = arch
         self.compute_dtype = compute_dtype
         self.remat = remat
+        self.attention = attention
+        self.mesh = mesh
         for name, spec in weight_table(arch, param_dtype).items():
             setattr(self, name, nnx.Param(spec.initialiser(rngs.params(), spec.shape, spec.dtype)))
 
@@ -128,6 +136,8 @@ class Decoder(nnx.Module):
         causal_1xTxT = jnp.tril(jnp.ones((1, T, T), bool))
         frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
         visible = [block.visible for block in past]
+        prefixes_only = all(block.k.ndim == 4 and block.visible is None for block in past)
+        fused = self.attention != "xla" and T > 1 and prefixes_only
 
         def layer(x_BxTxD, scanned):
             w, past_kv = scanned
@@ -138,8 +148,14 @@ class Decoder(nnx.Module):
             q_BxTxHxQ = self._project(y_BxTxD, w, "query", position_BxT, frequency)
             k_BxTxKxQ = self._project(y_BxTxD, w, "key", position_BxT, frequency)
             v_BxTxKxQ = self._project(y_BxTxD, w, "value")
-            blocks = [KeyBlock(k, v, seen) for (k, v), seen in zip(past_kv, visible, strict=True)]
-            attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, KeyBlock(k_BxTxKxQ, v_BxTxKxQ, causal_1xTxT)])
+            if fused:
+                prefix = KeyBlock(*map(jnp.concatenate, zip(*past_kv, strict=True))) if past_kv else None
+                attended_BxTxHxQ = attend_causal(
+                    q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, prefix, kind=self.attention, mesh=self.mesh
+                )
+            else:
+                blocks = [KeyBlock(k, v, seen) for (k, v), seen in zip(past_kv, visible, strict=True)]
+                attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, KeyBlock(k_BxTxKxQ, v_BxTxKxQ, causal_1xTxT)])
             x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
 
             y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
@@ -177,9 +193,16 @@ class Decoder(nnx.Module):
         return rotate(out, position_BxT, frequency)
 
 
-def decoder_graph(arch: Architecture, compute_dtype: jnp.dtype = jnp.float32, remat: str = "full") -> nnx.GraphDef:
+def decoder_graph(
+    arch: Architecture,
+    compute_dtype: jnp.dtype = jnp.float32,
+    remat: str = "full",
+    attention: str = "xla",
+    mesh: Mesh | None = None,
+) -> nnx.GraphDef:
     """The decoder without its weights; `nnx.merge(decoder_graph(...), params)` is the module."""
-    model = nnx.eval_shape(lambda: Decoder(arch, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat))
+    switches = {"compute_dtype": compute_dtype, "remat": remat, "attention": attention, "mesh": mesh}
+    model = nnx.eval_shape(lambda: Decoder(arch, rngs=nnx.Rngs(0), **switches))
     return nnx.split(model)[0]
 
 
