@@ -134,9 +134,9 @@ def response_hidden(model: Decoder, view: View, prefix: list[Past], response_BxR
     return jnp.take_along_axis(hidden_BxTxD, (length_Bx1 - 1 + jnp.arange(R))[..., None], axis=1)
 
 
-def shared_prefix(model: Decoder, prefix_C: jax.Array, mesh: Mesh | None = None) -> list[Past]:
-    """The encoded prefix as the list the decoder takes: empty where there is none. On a mesh its tokens are divided."""
-    return [encode_prefix(model, prefix_C, mesh=mesh)] if prefix_C.shape[0] else []
+def shared_prefix(model: Decoder, prefix_C: jax.Array) -> list[Past]:
+    """The encoded prefix as the list the decoder takes: empty where there is none."""
+    return [encode_prefix(model, prefix_C)] if prefix_C.shape[0] else []
 
 
 def make_loss_and_gradient(
@@ -164,7 +164,7 @@ def make_loss_and_gradient(
             views["with_context"] = batch.with_context
         if objective.gamma:
             views["retained"] = batch.retained.view
-        return {name: shared_prefix(student, view.prefix_C, mesh) for name, view in views.items()}
+        return {name: shared_prefix(student, view.prefix_C) for name, view in views.items()}
 
     def the_teacher(state: TrainState, teacher: Teacher, batch: Batch, prefixes) -> Teacher:
         if objective.teacher == "frozen":
@@ -172,14 +172,16 @@ def make_loss_and_gradient(
         if objective.teacher == "live":
             return jax.lax.stop_gradient(Teacher(state.params, prefixes["with_context"], prefixes.get("retained")))
         model = nnx.merge(graph, state.ema)
-        retained = shared_prefix(model, batch.retained.view.prefix_C, mesh) if objective.gamma else None
+        retained = shared_prefix(model, batch.retained.view.prefix_C) if objective.gamma else None
         return Teacher(state.ema, shared_prefix(model, batch.with_context.prefix_C, mesh), retained)
 
     def loss_of_part(params, prefixes, teacher: Teacher, part: tuple[Batch, Any], anchor_weight):
         batch, weights = part
         student = nnx.merge(graph, params)
-        followed = objective.teacher != "frozen"
-        model_f = nnx.merge(graph if followed else teacher_graph, teacher.params)
+        needs_f = objective.terms.first != "nll" or (objective.beta and objective.terms.anchor.target == "teacher")
+        model_f = None
+        if needs_f or objective.gamma:
+            model_f = nnx.merge(teacher_graph if objective.teacher == "frozen" else graph, teacher.params)
 
         q_x = response_hidden(student, batch.no_context, prefixes["no_context"], batch.response_BxR)
         every = slice(None, None, objective.anchor_stride)
@@ -187,7 +189,6 @@ def make_loss_and_gradient(
         if objective.beta:
             view, response_BxR = _rows((batch.with_context, batch.response_BxR), every)
             q_c = response_hidden(student, view, prefixes["with_context"], response_BxR)
-        needs_f = objective.terms.first != "nll" or (objective.beta and objective.terms.anchor.target == "teacher")
         if needs_f and objective.teacher == "live" and q_c is not None and objective.anchor_stride == 1:
             f = jax.lax.stop_gradient(q_c)  # the same pass
         elif needs_f:

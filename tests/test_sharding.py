@@ -25,7 +25,6 @@ from nca_jax.train_step import (
 from nca_jax.vocab_loss import AnchorTerm, Terms
 
 ARCH = architecture_from_config(TINY_CONFIG)
-GRAPH = decoder_graph(ARCH)
 
 
 def mesh_of(data, fsdp, tensor):
@@ -106,12 +105,13 @@ def random_batch(B=8, P=5, R=4, C=3) -> Batch:
 
 def loss_and_gradient(params, teacher_params, batch, mesh=None):
     terms = Terms(vocab_size=259, anchor=AnchorTerm(gate_tau=1.0), chunk_size=16)
-    run = make_loss_and_gradient(GRAPH, GRAPH, Objective(terms, beta=0.5, gamma=0.5), accumulation=1, mesh=mesh)
+    graph = decoder_graph(ARCH, mesh=mesh)
+    run = make_loss_and_gradient(graph, graph, Objective(terms, beta=0.5, gamma=0.5), mesh=mesh)
 
     @jax.jit
     def with_prefixes(params, teacher_params, batch):
-        model = nnx.merge(GRAPH, teacher_params)
-        prefixes = [shared_prefix(model, v.prefix_C, mesh) for v in (batch.with_context, batch.retained.view)]
+        model = nnx.merge(graph, teacher_params)
+        prefixes = [shared_prefix(model, v.prefix_C) for v in (batch.with_context, batch.retained.view)]
         return run(TrainState(jnp.int32(0), params, None), Teacher(teacher_params, *prefixes), batch)
 
     return with_prefixes(params, teacher_params, batch)
@@ -120,8 +120,8 @@ def loss_and_gradient(params, teacher_params, batch, mesh=None):
 @pytest.fixture(scope="module")
 def on_one_device():
     params, teacher_params = random_params(ARCH, 0), random_params(ARCH, 1)
-    # Weights ten times as large as fresh ones, for divergences that are not nearly 0.
-    params, teacher_params = (jax.tree.map(lambda w: w * 10 if w.ndim > 2 else w, p) for p in (params, teacher_params))
+    # Weights much larger than fresh ones, for divergences that are not nearly 0.
+    params, teacher_params = (jax.tree.map(lambda w: w * 20 if w.ndim > 2 else w, p) for p in (params, teacher_params))
     return params, teacher_params, loss_and_gradient(params, teacher_params, random_batch())
 
 
@@ -136,7 +136,7 @@ def test_loss_and_gradient_equal_those_of_one_device(sizes, on_one_device):
         jax.device_put(random_batch(), batch_sharding(mesh)),
         mesh,
     )
-    assert loss > 0.1 and all(terms[name] > 0.01 for name in ("opd", "nca", "retention"))
+    assert all(terms[name] > 0.05 for name in ("opd", "nca", "retention"))
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
     for name in terms:
         np.testing.assert_allclose(found_terms[name], terms[name], rtol=1e-5, err_msg=name)

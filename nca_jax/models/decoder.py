@@ -121,12 +121,12 @@ class Decoder(nnx.Module):
         token_BxT: jax.Array,
         position_BxT: jax.Array,
         past: Sequence[Past] = (),
-        lay_out: Callable[[jax.Array], jax.Array] = lambda x_BxTxD: x_BxTxD,
+        divide_tokens: bool = False,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Runs the layers over tokens that attend causally to each other and to `past`.
 
-        Right padding needs no mask: no real token sees what lies to its right. `lay_out` says where activations lie on
-        a mesh, if not where the compiler puts them.
+        Right padding needs no mask: no real token sees what lies to its right. `divide_tokens` is for a batch of one:
+        on a mesh every device then computes its share of the tokens, if their number divides, and not all of them.
 
         Returns:
           hidden_BxTxD after the final norm, in the compute dtype, and the tokens' own keys and values, each
@@ -137,7 +137,12 @@ class Decoder(nnx.Module):
         frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
         visible = [block.visible for block in past]
         prefixes_only = all(block.k.ndim == 4 and block.visible is None for block in past)
-        fused = self.attention != "xla" and T > 1 and prefixes_only
+        divided = divide_tokens and self.mesh is not None and self.mesh.size > 1
+        # A kernel cannot be split along its queries by the compiler, plain attention can.
+        fused = self.attention != "xla" and T > 1 and prefixes_only and not divided
+
+        def lay_out(x_BxTxD):
+            return constrain(self.mesh, x_BxTxD, None, "prefix", None) if divided else x_BxTxD
 
         def layer(x_BxTxD, scanned):
             w, past_kv = scanned
@@ -166,6 +171,8 @@ class Decoder(nnx.Module):
         stacked = {name: getattr(self, name)[...] for name, spec in table.items() if spec.axes[0] == "layers"}
         past_kv = [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in past]
         x_BxTxD = self.embedding[...][token_BxT].astype(self.compute_dtype)
+        if divided:  # or else the compiler would look for a way from rows split along D to rows split along T
+            x_BxTxD = constrain(self.mesh, x_BxTxD, None, None, None)
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
         x_BxTxD, kv = jax.lax.scan(layer, x_BxTxD, (stacked, past_kv))
         return self._norm(x_BxTxD, self.final_norm[...]), kv
@@ -211,12 +218,11 @@ def random_params(arch: Architecture, seed: int, dtype: jnp.dtype = jnp.float32)
     return nnx.to_pure_dict(nnx.state(Decoder(arch, rngs=nnx.Rngs(seed), param_dtype=dtype)))
 
 
-def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = (), mesh: Mesh | None = None) -> Past:
+def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = ()) -> Past:
     """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once.
 
-    On a mesh every device encodes its share of the tokens, if their number divides, and gets all keys and values.
+    On the model's mesh the work is divided over the devices, and each gets the keys and values of all tokens.
     """
     position_1xC = jnp.arange(prefix_C.shape[0])[None]
-    _, kv = model(prefix_C[None], position_1xC, past, lambda x_1xCxD: constrain(mesh, x_1xCxD, None, "prefix", None))
-    k_LxCxKxQ, v_LxCxKxQ = (constrain(mesh, x[:, 0], None, None, "kv_heads", None) for x in kv)
-    return Past(k_LxCxKxQ, v_LxCxKxQ)
+    _, kv = model(prefix_C[None], position_1xC, past, divide_tokens=True)
+    return Past(*(constrain(model.mesh, x[:, 0], None, None, "kv_heads", None) for x in kv))

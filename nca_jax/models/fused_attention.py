@@ -11,11 +11,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import BlockSizes, CausalM
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from nca_jax.axes import RULES, parts
 from nca_jax.errors import UserError
 from nca_jax.models.attention import KeyBlock, attend
 
-# The mesh axes of "batch" and of "heads" and "kv_heads" in sharding.RULES, which imports the models.
-_BATCH, _HEADS = ("data", "fsdp"), "tensor"
+_BATCH, _HEADS = RULES["batch"], RULES["heads"]
 
 KINDS = ("xla", "splash", "cudnn")
 
@@ -75,8 +75,7 @@ def attend_causal(
     run = functools.partial({"splash": _splash, "cudnn": _cudnn}[kind], platform=platform)
     shared = () if prefix is None else (prefix.k, prefix.v)
     if mesh is not None:
-        shards = mesh.shape[_BATCH[0]] * mesh.shape[_BATCH[1]]
-        rows = P(_BATCH if q_BxTxHxQ.shape[0] % shards == 0 else None, None, _HEADS, None)
+        rows = P(_BATCH if q_BxTxHxQ.shape[0] % parts(mesh, "batch") == 0 else None, None, _HEADS, None)
         in_specs = (rows, rows, rows, P(None, _HEADS, None))
         # Pallas calls do not say over which axes their outputs vary, so that cannot be checked.
         run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
