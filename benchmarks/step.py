@@ -24,6 +24,7 @@ from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.models.source import resolve
 from nca_jax.train_step import Batch, Objective, Teacher, TrainState, View, make_train_step, shared_prefix
+from nca_jax.vocab_loss import AnchorTerm, Terms
 
 B, P, R, HEADER = 8, 16, 8, 24  # the sizes of configs/conventions.py
 
@@ -60,7 +61,8 @@ def main() -> None:
         batches[name] = make_batch(np.random.default_rng(0), arch.vocab_size, arguments.context, shared)
         prefix = shared_prefix(nnx.merge(graph, params), batches[name].with_context.prefix_C)
         teachers[name] = Teacher(params, prefix)
-        step = make_train_step(graph, graph, optimizer, Objective(vocab_size=arch.vocab_size, beta=beta))
+        terms = Terms(vocab_size=arch.vocab_size, anchor=AnchorTerm() if beta else None)
+        step = make_train_step(graph, graph, optimizer, Objective(terms, beta))
         # Not donated: all variants start every step from the same state.
         steps[name] = jax.jit(step)
         state = TrainState(jnp.int32(0), params, optimizer.init(params))
