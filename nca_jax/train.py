@@ -201,8 +201,11 @@ def train(config: ConfigDict, workdir: str) -> str:
         logbook.say(f"exported to {workdir / 'huggingface'}")
     final = logbook.last_evaluation()
     logbook.close()
+    written = workdir / "summary.txt"
+    if start == config.steps and written.exists():  # finished before: the same line again
+        return written.read_text().strip()
     summary = summary_line(config, final, seconds() if start < config.steps else spent)
-    write_text(workdir / "summary.txt", summary + "\n")
+    write_text(written, summary + "\n")
     return summary
 
 

@@ -8,8 +8,8 @@ last term (ours) is retention: f' and g are teacher and student with another con
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nca_jax.axes import constrainer
-from nca_jax.models.decoder import Decoder, Params, Past, encode_prefix
+from nca_jax.models.decoder import Decoder, Params, Past, Stream, encode_prefix, encode_prefixes
 from nca_jax.objectives import Divergence, reduction_weights, weighted_sum
 from nca_jax.vocab_loss import Hidden, Terms, weighted_loss
 
@@ -115,27 +115,48 @@ class Objective:
     ema_rate: float = 0.05
 
 
-def response_hidden(model: Decoder, view: View, prefix: list[Past], response_BxR: jax.Array) -> jax.Array:
-    """Final hidden states that predict each response token: [B, R, D].
+class Sight(NamedTuple):
+    """A view of some examples to be run: its prompts, the encoded prefix before them, the responses after them."""
 
-    The view is laid out without gaps, prompt then response then padding, so that causal attention needs no mask. Token
-    r of the response is predicted at the position before it: prompt_length - 1 + r.
+    view: View
+    prefix: list[Past]
+    response_BxR: jax.Array
+
+
+def response_hidden(model: Decoder, sights: Sequence[Sight]) -> list[jax.Array]:
+    """Final hidden states that predict each response token, [B, R, D] of each view; one run through the layers.
+
+    A view is laid out without gaps, prompt then response then padding, so that causal attention needs no mask. Token r
+    of the response is predicted at the position before it: prompt_length - 1 + r.
     """
-    R = response_BxR.shape[1]
-    T = view.prompt_BxP.shape[1] + R
-    length_Bx1 = view.prompt_length_B[:, None]
-    from_response_BxT = jnp.arange(T) - length_Bx1
-    prompt_BxT = jnp.pad(view.prompt_BxP, ((0, 0), (0, R)))
-    response_BxT = jnp.take_along_axis(response_BxR, jnp.clip(from_response_BxT, 0, R - 1), axis=1)
-    token_BxT = jnp.where(from_response_BxT < 0, prompt_BxT, response_BxT)
+    streams = []
+    for view, prefix, response_BxR in sights:
+        R = response_BxR.shape[1]
+        T = view.prompt_BxP.shape[1] + R
+        from_response_BxT = jnp.arange(T) - view.prompt_length_B[:, None]
+        prompt_BxT = jnp.pad(view.prompt_BxP, ((0, 0), (0, R)))
+        response_BxT = jnp.take_along_axis(response_BxR, jnp.clip(from_response_BxT, 0, R - 1), axis=1)
+        token_BxT = jnp.where(from_response_BxT < 0, prompt_BxT, response_BxT)
+        streams.append(Stream(token_BxT, view.prefix_C.shape[0] + jnp.arange(T)[None], prefix))
+    return [
+        jnp.take_along_axis(
+            hidden_BxTxD,
+            (view.prompt_length_B[:, None] - 1 + jnp.arange(response_BxR.shape[1]))[..., None],
+            axis=1,
+        )
+        for (hidden_BxTxD, _), (view, _, response_BxR) in zip(model.together(streams), sights, strict=True)
+    ]
 
-    position_1xT = view.prefix_C.shape[0] + jnp.arange(T)[None]
-    hidden_BxTxD, _ = model(token_BxT, position_1xT, prefix)
-    return jnp.take_along_axis(hidden_BxTxD, (length_Bx1 - 1 + jnp.arange(R))[..., None], axis=1)
+
+def shared_prefixes(model: Decoder, views: Mapping[str, View]) -> dict[str, list[Past]]:
+    """The encoded prefix of each view as the list the decoder takes: empty where there is none."""
+    names = [name for name, view in views.items() if view.prefix_C.shape[0]]
+    encoded = encode_prefixes(model, [views[name].prefix_C for name in names]) if names else []
+    return {name: [] for name in views} | {name: [past] for name, past in zip(names, encoded, strict=True)}
 
 
 def shared_prefix(model: Decoder, prefix_C: jax.Array) -> list[Past]:
-    """The encoded prefix as the list the decoder takes: empty where there is none."""
+    """As `shared_prefixes`, of one."""
     return [encode_prefix(model, prefix_C)] if prefix_C.shape[0] else []
 
 
@@ -154,49 +175,61 @@ def make_loss_and_gradient(
       "retention".
     """
     constrain = constrainer(mesh)
+    needs_f = objective.terms.first != "nll" or (objective.beta > 0 and objective.terms.anchor.target == "teacher")
     retention = dataclasses.replace(objective.terms, first=Divergence("forward_kl"), anchor=None)
 
-    def encode_prefixes(params: Params, batch: Batch) -> dict[str, list[Past]]:
+    def prefixes_of(params: Params, batch: Batch) -> dict[str, list[Past]]:
         """Once per step, also where the batch is cut into micro-batches."""
-        student = nnx.merge(graph, params)
         views = {"no_context": batch.no_context}
         if objective.beta or objective.teacher == "live":
             views["with_context"] = batch.with_context
         if objective.gamma:
             views["retained"] = batch.retained.view
-        return {name: shared_prefix(student, view.prefix_C) for name, view in views.items()}
+        return shared_prefixes(nnx.merge(graph, params), views)
 
     def the_teacher(state: TrainState, teacher: Teacher, batch: Batch, prefixes) -> Teacher:
         if objective.teacher == "frozen":
             return teacher
         if objective.teacher == "live":
             return jax.lax.stop_gradient(Teacher(state.params, prefixes["with_context"], prefixes.get("retained")))
-        model = nnx.merge(graph, state.ema)
-        retained = shared_prefix(model, batch.retained.view.prefix_C) if objective.gamma else None
-        return Teacher(state.ema, shared_prefix(model, batch.with_context.prefix_C, mesh), retained)
+        views = {"with_context": batch.with_context}
+        if objective.gamma:
+            views["retained"] = batch.retained.view
+        averaged = shared_prefixes(nnx.merge(graph, state.ema), views)
+        return Teacher(state.ema, averaged["with_context"], averaged.get("retained"))
 
     def loss_of_part(params, prefixes, teacher: Teacher, part: tuple[Batch, Any], anchor_weight):
         batch, weights = part
-        student = nnx.merge(graph, params)
-        needs_f = objective.terms.first != "nll" or (objective.beta and objective.terms.anchor.target == "teacher")
-        model_f = None
-        if needs_f or objective.gamma:
-            model_f = nnx.merge(teacher_graph if objective.teacher == "frozen" else graph, teacher.params)
-
-        q_x = response_hidden(student, batch.no_context, prefixes["no_context"], batch.response_BxR)
         every = slice(None, None, objective.anchor_stride)
-        q_c = f = None
+        student = nnx.merge(graph, params)
+        sights = {"q_x": Sight(batch.no_context, prefixes["no_context"], batch.response_BxR)}
         if objective.beta:
             view, response_BxR = _rows((batch.with_context, batch.response_BxR), every)
-            q_c = response_hidden(student, view, prefixes["with_context"], response_BxR)
-        if needs_f and objective.teacher == "live" and q_c is not None and objective.anchor_stride == 1:
-            f = jax.lax.stop_gradient(q_c)  # the same pass
-        elif needs_f:
-            f = response_hidden(model_f, batch.with_context, teacher.prefix, batch.response_BxR)
+            sights["q_c"] = Sight(view, prefixes["with_context"], response_BxR)
+        if objective.gamma:
+            kept = batch.retained
+            sights["g"] = Sight(kept.view, prefixes["retained"], kept.response_BxR)
+        hidden = dict(zip(sights, response_hidden(student, list(sights.values())), strict=True))
+
+        # With the live teacher, where q_c is the same pass, it is not run again.
+        same_pass = objective.teacher == "live" and objective.beta and objective.anchor_stride == 1
+        sights = {}
+        if needs_f and not same_pass:
+            sights["f"] = Sight(batch.with_context, teacher.prefix, batch.response_BxR)
+        if objective.gamma:
+            sights["f_retained"] = Sight(kept.view, teacher.retained_prefix, kept.response_BxR)
+        teacher_head_VxD = None
+        if needs_f or objective.gamma:
+            model_f = nnx.merge(teacher_graph if objective.teacher == "frozen" else graph, teacher.params)
+            teacher_head_VxD = model_f.head_VxD
+            if sights:
+                hidden |= dict(zip(sights, response_hidden(model_f, list(sights.values())), strict=True))
+        if needs_f and same_pass:
+            hidden["f"] = jax.lax.stop_gradient(hidden["q_c"])
         loss, values = weighted_loss(
-            Hidden(q_x, q_c, f),
+            Hidden(hidden["q_x"], hidden.get("q_c"), hidden.get("f")),
             student.head_VxD,
-            None if f is None else model_f.head_VxD,
+            teacher_head_VxD if needs_f else None,
             batch.response_BxR,
             weights["response"],
             anchor_weight,
@@ -210,13 +243,10 @@ def make_loss_and_gradient(
             "gate": weighted_sum(values.gate, anchor_weights) if objective.beta else jnp.float32(1.0),
         }
         if objective.gamma:
-            kept = batch.retained
-            g = response_hidden(student, kept.view, prefixes["retained"], kept.response_BxR)
-            f = response_hidden(model_f, kept.view, teacher.retained_prefix, kept.response_BxR)
             terms["retention"], _ = weighted_loss(
-                Hidden(g, None, f),
+                Hidden(hidden["g"], None, hidden["f_retained"]),
                 student.head_VxD,
-                model_f.head_VxD,
+                teacher_head_VxD,
                 kept.response_BxR,
                 weights["retained"],
                 0.0,
@@ -231,7 +261,7 @@ def make_loss_and_gradient(
         weights = {"response": reduction_weights(batch.response_mask_BxR, objective.reduction)}
         if objective.gamma:
             weights["retained"] = reduction_weights(batch.retained.response_mask_BxR, objective.reduction)
-        prefixes, pull_back = jax.vjp(lambda params: encode_prefixes(params, batch), state.params)
+        prefixes, pull_back = jax.vjp(lambda params: prefixes_of(params, batch), state.params)
         current = the_teacher(state, teacher, batch, prefixes)
         anchor_weight = objective.beta * objective.schedule.weight(state.step)
 

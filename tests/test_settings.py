@@ -21,8 +21,8 @@ BAD_VALUES = {
         [0, -1],
     ),
     "at least 0": (
-        "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature optimizer.warmup_steps "
-        "optimizer.weight_decay",
+        "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
+        "optimizer.warmup_steps optimizer.weight_decay",
         [-1],
     ),
     "above 0": (
@@ -33,9 +33,9 @@ BAD_VALUES = {
     "at most 1": ("rollout.top_p evaluation.top_p teacher.ema_rate", [1.5]),
     "below 1": ("loss.jsd_weight", [1.0]),
     "one of": (
-        "model.param_dtype model.compute_dtype model.remat model.attention teacher.kind teacher.dtype rollout.policy chat.default_system data.too_long "
-        "loss.divergence loss.support loss.tail loss.reduction anchor.schedule anchor.target anchor.divergence "
-        "retention.samples export.dtype optimizer.schedule",
+        "model.param_dtype model.compute_dtype model.remat model.attention teacher.kind teacher.dtype rollout.policy "
+        "chat.default_system data.too_long loss.divergence loss.support loss.tail loss.reduction anchor.schedule "
+        "anchor.target anchor.divergence retention.samples export.dtype optimizer.schedule",
         ["nonsense"],
     ),
     "is not set": ("model.source domain.name", [None]),

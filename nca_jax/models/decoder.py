@@ -83,6 +83,14 @@ class Past(NamedTuple):
     visible: jax.Array | None = None
 
 
+class Stream(NamedTuple):
+    """One batch for the layers: its tokens, their positions, and what lies before them."""
+
+    token_BxT: jax.Array
+    position_BxT: jax.Array
+    past: Sequence[Past] = ()
+
+
 class Decoder(nnx.Module):
     """tokens -> final hidden states; the head is applied by whoever needs logits, in chunks.
 
@@ -117,65 +125,83 @@ class Decoder(nnx.Module):
             setattr(self, name, nnx.Param(spec.initialiser(rngs.params(), spec.shape, spec.dtype)))
 
     def __call__(
-        self,
-        token_BxT: jax.Array,
-        position_BxT: jax.Array,
-        past: Sequence[Past] = (),
-        divide_tokens: bool = False,
+        self, token_BxT: jax.Array, position_BxT: jax.Array, past: Sequence[Past] = ()
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Runs the layers over tokens that attend causally to each other and to `past`.
 
-        Right padding needs no mask: no real token sees what lies to its right. `divide_tokens` is for a batch of one:
-        on a mesh every device then computes its share of the tokens, if their number divides, and not all of them.
+        Right padding needs no mask: no real token sees what lies to its right.
 
         Returns:
           hidden_BxTxD after the final norm, in the compute dtype, and the tokens' own keys and values, each
           [L, B, T, K, Q].
         """
-        T = token_BxT.shape[1]
-        causal_1xTxT = jnp.tril(jnp.ones((1, T, T), bool))
+        return self.together([Stream(token_BxT, position_BxT, past)])[0]
+
+    def together(
+        self, streams: Sequence[Stream], divide_tokens: bool = False
+    ) -> list[tuple[jax.Array, tuple[jax.Array, jax.Array]]]:
+        """Runs several batches, of any shapes, through each layer in turn: the weights are read once for all of them,
+        and their gradients added up layer by layer instead of as whole arrays.
+
+        Args:
+          streams: batches that do not see each other.
+          divide_tokens: for batches of one: on a mesh every device then computes its share of the tokens, if their
+            number divides, and not all of them.
+
+        Returns:
+          as `__call__`, for each stream.
+        """
         frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
-        visible = [block.visible for block in past]
-        prefixes_only = all(block.k.ndim == 4 and block.visible is None for block in past)
         divided = divide_tokens and self.mesh is not None and self.mesh.size > 1
-        # A kernel cannot be split along its queries by the compiler, plain attention can.
-        fused = self.attention != "xla" and T > 1 and prefixes_only and not divided
 
         def lay_out(x_BxTxD):
             return constrain(self.mesh, x_BxTxD, None, "prefix", None) if divided else x_BxTxD
 
-        def layer(x_BxTxD, scanned):
+        def layer(x, scanned):
             w, past_kv = scanned
             w = {name: weight.astype(self.compute_dtype) for name, weight in w.items()}
-
-            x_BxTxD = lay_out(x_BxTxD)
-            y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
-            q_BxTxHxQ = self._project(y_BxTxD, w, "query", position_BxT, frequency)
-            k_BxTxKxQ = self._project(y_BxTxD, w, "key", position_BxT, frequency)
-            v_BxTxKxQ = self._project(y_BxTxD, w, "value")
-            if fused:
-                prefix = KeyBlock(*map(jnp.concatenate, zip(*past_kv, strict=True))) if past_kv else None
-                attended_BxTxHxQ = attend_causal(
-                    q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, prefix, kind=self.attention, mesh=self.mesh
-                )
-            else:
-                blocks = [KeyBlock(k, v, seen) for (k, v), seen in zip(past_kv, visible, strict=True)]
-                attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, KeyBlock(k_BxTxKxQ, v_BxTxKxQ, causal_1xTxT)])
-            x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
-
-            y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
-            x_BxTxD += (jax.nn.silu(y_BxTxD @ w["gate"]) * (y_BxTxD @ w["up"])) @ w["down"]
-            return x_BxTxD, (k_BxTxKxQ, v_BxTxKxQ)
+            outputs = [
+                self._layer(lay_out(x_BxTxD), w, stream, kv, frequency, divided)
+                for x_BxTxD, stream, kv in zip(x, streams, past_kv, strict=True)
+            ]
+            return [x_BxTxD for x_BxTxD, _ in outputs], [kv for _, kv in outputs]
 
         table = weight_table(self.arch)
         stacked = {name: getattr(self, name)[...] for name, spec in table.items() if spec.axes[0] == "layers"}
-        past_kv = [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in past]
-        x_BxTxD = self.embedding[...][token_BxT].astype(self.compute_dtype)
+        past_kv = [
+            [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in stream.past]
+            for stream in streams
+        ]
+        x = [self.embedding[...][stream.token_BxT].astype(self.compute_dtype) for stream in streams]
         if divided:  # or else the compiler would look for a way from rows split along D to rows split along T
-            x_BxTxD = constrain(self.mesh, x_BxTxD, None, None, None)
+            x = [constrain(self.mesh, x_BxTxD, None, None, None) for x_BxTxD in x]
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        x_BxTxD, kv = jax.lax.scan(layer, x_BxTxD, (stacked, past_kv))
-        return self._norm(x_BxTxD, self.final_norm[...]), kv
+        x, kv = jax.lax.scan(layer, x, (stacked, past_kv))
+        return [(self._norm(x_BxTxD, self.final_norm[...]), own) for x_BxTxD, own in zip(x, kv, strict=True)]
+
+    def _layer(self, x_BxTxD, w, stream: Stream, past_kv, frequency, divided: bool):
+        """One layer on one stream; `w` are its weights and `past_kv` its keys and values of `stream.past`."""
+        T = x_BxTxD.shape[1]
+        prefixes_only = all(block.k.ndim == 4 and block.visible is None for block in stream.past)
+        y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
+        q_BxTxHxQ = self._project(y_BxTxD, w, "query", stream.position_BxT, frequency)
+        k_BxTxKxQ = self._project(y_BxTxD, w, "key", stream.position_BxT, frequency)
+        v_BxTxKxQ = self._project(y_BxTxD, w, "value")
+        # A kernel cannot be split along its queries by the compiler, plain attention can.
+        if self.attention != "xla" and T > 1 and prefixes_only and not divided:
+            prefix = KeyBlock(*map(jnp.concatenate, zip(*past_kv, strict=True))) if past_kv else None
+            attended_BxTxHxQ = attend_causal(
+                q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, prefix, kind=self.attention, mesh=self.mesh
+            )
+        else:
+            blocks = [KeyBlock(k, v, past.visible) for (k, v), past in zip(past_kv, stream.past, strict=True)]
+            own = KeyBlock(k_BxTxKxQ, v_BxTxKxQ, jnp.tril(jnp.ones((1, T, T), bool)))
+            attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, own])
+        x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
+
+        y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
+        x_BxTxD += (jax.nn.silu(y_BxTxD @ w["gate"]) * (y_BxTxD @ w["up"])) @ w["down"]
+        return x_BxTxD, (k_BxTxKxQ, v_BxTxKxQ)
 
     @property
     def head_VxD(self) -> jax.Array:
@@ -218,11 +244,22 @@ def random_params(arch: Architecture, seed: int, dtype: jnp.dtype = jnp.float32)
     return nnx.to_pure_dict(nnx.state(Decoder(arch, rngs=nnx.Rngs(seed), param_dtype=dtype)))
 
 
-def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = ()) -> Past:
+def encode_prefixes(model: Decoder, prefixes: Sequence[jax.Array]) -> list[Past]:
     """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once.
 
     On the model's mesh the work is divided over the devices, and each gets the keys and values of all tokens.
+
+    Args:
+      model: whose keys and values.
+      prefixes: token ids [C], of any lengths above 0.
     """
-    position_1xC = jnp.arange(prefix_C.shape[0])[None]
-    _, kv = model(prefix_C[None], position_1xC, past, divide_tokens=True)
-    return Past(*(constrain(model.mesh, x[:, 0], None, None, "kv_heads", None) for x in kv))
+    streams = [Stream(prefix_C[None], jnp.arange(prefix_C.shape[0])[None]) for prefix_C in prefixes]
+    return [
+        Past(*(constrain(model.mesh, x[:, 0], None, None, "kv_heads", None) for x in kv))
+        for _, kv in model.together(streams, divide_tokens=True)
+    ]
+
+
+def encode_prefix(model: Decoder, prefix_C: jax.Array) -> Past:
+    """`encode_prefixes` of one."""
+    return encode_prefixes(model, [prefix_C])[0]
