@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--positions", default="512,2048")
     parser.add_argument("--vocabulary", default="32000,151936")
-    parser.add_argument("--chunk_size", type=int, default=128)
+    parser.add_argument("--chunk_size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
     rows = []

@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config.model.remat = "full"  # none | dots | full: what the backward pass recomputes
 
     config.teacher = ConfigDict()
-    config.teacher.kind = "frozen"  # frozen [C] | live (the student as it is) | ema (its average; SDFT)
+    config.teacher.kind = "frozen"  # frozen [C] | live (the student as it is) | ema (its average)
     config.teacher.ema_rate = 0.05  # ema: share of the student that enters at each step
     config.teacher.source = placeholder(str)  # frozen: another checkpoint; unset: the student's initial weights [C]
     config.teacher.other_template = False  # True: a teacher trained with another chat template is let pass
@@ -52,7 +52,7 @@ def get_config() -> ConfigDict:
     config.loss = ConfigDict()
     config.loss.divergence = "reverse_kl"  # q_x from f: reverse_kl (OPD) | forward_kl | symmetric_kl | jsd | nll (SFT)
     config.loss.jsd_weight = 0.5  # jsd: of the student in the mixture, inside (0, 1)
-    config.loss.entry_clip = placeholder(float)  # at most so many nats of one token id; unset: no bound (OPSD)
+    config.loss.entry_clip = placeholder(float)  # at most so many nats of one token id; unset: no bound
     config.loss.support = "student_top_k"  # full | student_top_k (no-context view) | teacher_top_k; both terms
     config.loss.top_k = 256  # [N]; OPCD too [C]
     config.loss.tail = "renormalize"  # none | renormalize | bucket; renormalize [N], none in OPCD [C]

@@ -120,8 +120,8 @@ def loss_and_gradient(params, teacher_params, batch, mesh=None):
 @pytest.fixture(scope="module")
 def on_one_device():
     params, teacher_params = random_params(ARCH, 0), random_params(ARCH, 1)
-    # Weights much larger than fresh ones, for divergences that are not nearly 0.
-    params, teacher_params = (jax.tree.map(lambda w: w * 20 if w.ndim > 2 else w, p) for p in (params, teacher_params))
+    # Embeddings, which are the head too, much larger than fresh ones, for divergences that are not nearly 0.
+    params, teacher_params = (p | {"embedding": 8 * p["embedding"]} for p in (params, teacher_params))
     return params, teacher_params, loss_and_gradient(params, teacher_params, random_batch())
 
 
@@ -136,7 +136,7 @@ def test_loss_and_gradient_equal_those_of_one_device(sizes, on_one_device):
         jax.device_put(random_batch(), batch_sharding(mesh)),
         mesh,
     )
-    assert all(terms[name] > 0.02 for name in ("opd", "nca", "retention"))
+    assert all(terms[name] > 0.1 for name in ("opd", "nca", "retention"))
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
     for name in terms:
         np.testing.assert_allclose(found_terms[name], terms[name], rtol=1e-5, err_msg=name)
