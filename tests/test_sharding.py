@@ -1,5 +1,7 @@
 """Meshes of eight simulated devices: what is refused, where things go, and the same gradient on each."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,3 +154,20 @@ def test_a_batch_lies_over_the_data_axes_and_a_prefix_everywhere():
         rows = x.shape[0] if whole else 2
         assert all(part.data.shape == (rows, *x.shape[1:]) for part in x.addressable_shards), path
     assert batch.with_context.prefix_C.sharding.is_fully_replicated
+
+
+def test_the_work_of_encoding_a_prefix_is_divided():
+    """Each of 4 x 2 devices computes the mlp for a quarter of the tokens (and its half of the features)."""
+    mesh, C, F = mesh_of(1, 4, 2), 24, 80
+    arch = dataclasses.replace(ARCH, mlp_size=F)
+    graph, weights = decoder_graph(arch, mesh=mesh), params_sharding(mesh, arch)
+
+    def program(tokens):
+        params = jax.device_put(random_params(arch, 0), weights)
+        encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
+        return encode.lower(params, jnp.arange(tokens)).compile().as_text()
+
+    divided, whole = program(C), program(C + 1)  # 25 tokens do not divide
+    assert f"f32[1,{C // 4},{F // 2}]" in divided or f"f32[{C // 4},{F // 2}]" in divided
+    assert f"f32[1,{C},{F // 2}]" not in divided and f"f32[{C},{F // 2}]" not in divided
+    assert f"f32[1,{C + 1},{F // 2}]" in whole or f"f32[{C + 1},{F // 2}]" in whole
