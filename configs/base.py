@@ -19,10 +19,13 @@ def get_config() -> ConfigDict:
     config.model.source = placeholder(str)  # directory, gs:// path, Hub id owner/name[@revision], packaged model
     config.model.param_dtype = "float32"  # master weights
     config.model.compute_dtype = "auto"  # bfloat16 on TPU and GPU, float32 on CPU
+    config.model.attention = "auto"  # auto (splash on TPU, cudnn on GPU, xla on CPU) | xla | splash | cudnn
     config.model.remat = "full"  # none | dots | full: what the backward pass recomputes
 
     config.teacher = ConfigDict()
-    config.teacher.source = placeholder(str)  # another checkpoint; unset: the student's initial weights, frozen [C]
+    config.teacher.kind = "frozen"  # frozen [C] | live (the student as it is) | ema (its average)
+    config.teacher.ema_rate = 0.05  # ema: share of the student that enters at each step
+    config.teacher.source = placeholder(str)  # frozen: another checkpoint; unset: the student's initial weights [C]
     config.teacher.other_template = False  # True: a teacher trained with another chat template is let pass
     config.teacher.dtype = "auto"  # bfloat16 on TPU and GPU [C], float32 on CPU
 
@@ -41,13 +44,16 @@ def get_config() -> ConfigDict:
 
     config.rollout = ConfigDict()
     config.rollout.max_new_tokens = 512  # longest response; truncated ones are trained on [C]
+    config.rollout.policy = "student"  # student, without the context (OPD) | teacher, with it (off-policy baselines)
     config.rollout.temperature = 1.0  # also divides the logits of the loss [C]
     config.rollout.top_p = 1.0  # 1: off
     config.rollout.top_k = 0  # 0: off
 
     config.loss = ConfigDict()
-    config.loss.divergence = "reverse_kl"  # reverse_kl | forward_kl | jsd, of the OPD term
-    config.loss.support = "top_k"  # full | top_k ids of the student's no-context view, for both terms
+    config.loss.divergence = "reverse_kl"  # q_x from f: reverse_kl (OPD) | forward_kl | symmetric_kl | jsd | nll (SFT)
+    config.loss.jsd_weight = 0.5  # jsd: of the student in the mixture, inside (0, 1)
+    config.loss.entry_clip = placeholder(float)  # at most so many nats of one token id; unset: no bound
+    config.loss.support = "student_top_k"  # full | student_top_k (no-context view) | teacher_top_k; both terms
     config.loss.top_k = 256  # [N]; OPCD too [C]
     config.loss.tail = "renormalize"  # none | renormalize | bucket; renormalize [N], none in OPCD [C]
     config.loss.reduction = "token"  # token | sequence: mean over all response tokens of the step [C]
@@ -55,10 +61,19 @@ def get_config() -> ConfigDict:
 
     config.anchor = ConfigDict()
     config.anchor.beta = 0.5  # best of 0.1 / 0.5 / 1.0 [N]; 0 is plain OPD
+    config.anchor.target = "student"  # what q_c is tied to: student, q_x (NCA) | teacher, f ("dual")
+    config.anchor.divergence = "forward_kl"  # of q_c: forward_kl, KL(target || q_c) (NCA) | reverse_kl | symmetric_kl
+    config.anchor.stop_gradient = True  # False: the anchor pulls q_x as well
+    config.anchor.every = 1  # rows of the batch: the anchor on every so many-th, unbiased and cheaper
     config.anchor.schedule = "constant"  # constant (the paper) | warmup | gated
     config.anchor.start_step = 0  # warmup: first step with a weight above 0
     config.anchor.warmup_steps = 10  # warmup: steps from weight 0 to 1
     config.anchor.tau = 0.25  # gated: weight exp(-KL / tau), in nats
+
+    config.retention = ConfigDict()  # ours, see docs/objective.md: other contexts are still to be followed
+    config.retention.gamma = 0.0  # weight; 0: off, as in the reference
+    config.retention.contexts = ()  # names that the domain knows, or files: .json (messages) or .txt (a system message)
+    config.retention.samples = "step"  # step: drawn from the teacher at every step | cached: once, before training
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 5e-6  # [C]; 1e-6 for larger models

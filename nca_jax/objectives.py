@@ -20,16 +20,46 @@ class Support:
     """The token ids over which a divergence is summed.
 
     Attributes:
-      kind: "full" vocabulary, or "top_k" ids of the student's no-context distribution at that position (OPCD, NCA).
-      k: number of ids for "top_k".
+      kind: "full" vocabulary; or the k most probable ids at that position of the student's no-context distribution
+        ("student_top_k": OPCD, NCA) or of the teacher's ("teacher_top_k").
+      k: number of ids of a top-k.
       tail: what happens to the probability outside the ids. "none" drops it: a truncated sum, which is not a divergence
         and can be negative (OPCD's default). "renormalize" conditions both distributions on the ids (NCA). "bucket"
         adds it as one more outcome: a lower bound of the full divergence.
     """
 
-    kind: Literal["full", "top_k"] = "full"
+    kind: Literal["full", "student_top_k", "teacher_top_k"] = "full"
     k: int = 256
     tail: Literal["none", "renormalize", "bucket"] = "renormalize"
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """How two next-token distributions are compared, p the trained one and q the other.
+
+    Attributes:
+      kind: "reverse_kl", KL(p || q), the OPD term; "forward_kl", KL(q || p); "symmetric_kl", the mean of both; "jsd",
+        the generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649).
+      jsd_weight: of p in the mixture of "jsd", inside (0, 1).
+      entry_clip: upper bound of what one token id may add to the sum, in nats; None: no bound. Where it acts the result
+        is no divergence any more, and the clipped ids have no gradient.
+    """
+
+    kind: Literal["reverse_kl", "forward_kl", "symmetric_kl", "jsd"] = "reverse_kl"
+    jsd_weight: float = 0.5
+    entry_clip: float | None = None
+
+    def __call__(self, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+        """The divergence of log-probabilities over the last axis."""
+        if self.kind == "reverse_kl":
+            return kl(log_p, log_q, self.entry_clip)
+        if self.kind == "forward_kl":
+            return kl(log_q, log_p, self.entry_clip)
+        if self.kind == "symmetric_kl":
+            return 0.5 * (kl(log_p, log_q, self.entry_clip) + kl(log_q, log_p, self.entry_clip))
+        if self.kind == "jsd":
+            return jensen_shannon(log_p, log_q, self.jsd_weight, self.entry_clip)
+        raise ValueError(f"unknown divergence {self.kind!r}")
 
 
 def log_probabilities(logits: jax.Array, temperature: float | jax.Array = 1.0) -> jax.Array:
@@ -57,12 +87,17 @@ def restrict(log_p: jax.Array, ids: jax.Array, tail: str) -> jax.Array:
     raise ValueError(f"unknown tail {tail!r}")
 
 
-def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    """KL(p || q) = sum p (log p - log q) over the last axis."""
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+def kl(log_p: jax.Array, log_q: jax.Array, entry_clip: float | None = None) -> jax.Array:
+    """KL(p || q) = sum p (log p - log q) over the last axis; `entry_clip` bounds each addend from above."""
+    entries = jnp.exp(log_p) * (log_p - log_q)
+    if entry_clip is not None:
+        entries = jnp.minimum(entries, entry_clip)
+    return jnp.sum(entries, axis=-1)
 
 
-def jensen_shannon(log_p: jax.Array, log_q: jax.Array, weight: float = 0.5) -> jax.Array:
+def jensen_shannon(
+    log_p: jax.Array, log_q: jax.Array, weight: float = 0.5, entry_clip: float | None = None
+) -> jax.Array:
     """weight KL(p || m) + (1 - weight) KL(q || m) with m = weight p + (1 - weight) q; 0 < weight < 1.
 
     Tends to 0, not to a KL, at both ends (GKD, arXiv 2306.13649); ask for the KLs by name.
@@ -70,36 +105,22 @@ def jensen_shannon(log_p: jax.Array, log_q: jax.Array, weight: float = 0.5) -> j
     if not 0.0 < weight < 1.0:
         raise ValueError(f"the weight of a Jensen-Shannon divergence lies inside (0, 1), not {weight}")
     log_m = jnp.logaddexp(log_p + jnp.log(weight), log_q + jnp.log1p(-weight))
-    return weight * kl(log_p, log_m) + (1.0 - weight) * kl(log_q, log_m)
+    return weight * kl(log_p, log_m, entry_clip) + (1.0 - weight) * kl(log_q, log_m, entry_clip)
 
 
-def divergence(kind: str, student_log_p: jax.Array, teacher_log_p: jax.Array) -> jax.Array:
-    """Per-token divergence by name: [..., V], [..., V] -> [...].
-
-    "reverse_kl" is KL(student || teacher), the OPD term; "forward_kl" is KL(teacher || student); "jsd" is the
-    symmetric Jensen-Shannon divergence.
-    """
-    if kind == "reverse_kl":
-        return kl(student_log_p, teacher_log_p)
-    if kind == "forward_kl":
-        return kl(teacher_log_p, student_log_p)
-    if kind == "jsd":
-        return jensen_shannon(student_log_p, teacher_log_p)
-    raise ValueError(f"unknown divergence {kind!r}")
-
-
-def reduction_weights(mask_BxR: jax.Array, reduction: str) -> tuple[jax.Array, jax.Array]:
-    """Weights [B, R] and their total, so that sum(weights * value) / total is the mean that is asked for.
+def reduction_weights(mask_BxR: jax.Array, reduction: str) -> jax.Array:
+    """Weights [B, R] with which values are summed to the mean that is asked for; all 0 where the mask is empty.
 
     "token": the mean over all response tokens of the step. "sequence": the mean over responses of each one's mean;
-    empty responses do not count. Totals of micro-batches add up: divide once, by their sum.
+    empty responses do not count. Made of the whole step's mask, so that sums over micro-batches add up to the mean.
     """
     mask_BxR = mask_BxR.astype(jnp.float32)
     if reduction == "token":
-        return mask_BxR, mask_BxR.sum()
+        return mask_BxR / jnp.maximum(mask_BxR.sum(), 1.0)
     if reduction == "sequence":
         length_B = mask_BxR.sum(axis=1)
-        return mask_BxR / jnp.maximum(length_B, 1.0)[:, None], (length_B > 0).sum().astype(jnp.float32)
+        responses = jnp.maximum((length_B > 0).sum(), 1)
+        return mask_BxR / jnp.maximum(length_B, 1.0)[:, None] / responses
     raise ValueError(f"unknown reduction {reduction!r}")
 
 

@@ -10,8 +10,10 @@ from ml_collections import ConfigDict
 from nca_jax.errors import UserError
 from nca_jax.models.decoder import REMAT_POLICIES
 from nca_jax.models.export import EXPORT_DTYPES
-from nca_jax.objectives import Support
+from nca_jax.models.fused_attention import KINDS as ATTENTION_KINDS
+from nca_jax.objectives import Divergence, Support
 from nca_jax.train_step import AnchorSchedule, Objective
+from nca_jax.vocab_loss import AnchorTerm, Terms
 
 _CHOICES = {
     "model.param_dtype": ("float32", "bfloat16"),
@@ -20,23 +22,29 @@ _CHOICES = {
     "teacher.dtype": ("auto", "float32", "bfloat16"),
     "chat.default_system": ("template", "none"),
     "data.too_long": ("error", "skip"),
-    "loss.divergence": ("reverse_kl", "forward_kl", "jsd"),
-    "loss.support": ("full", "top_k"),
+    "model.attention": ("auto", *ATTENTION_KINDS),
+    "teacher.kind": ("frozen", "live", "ema"),
+    "rollout.policy": ("student", "teacher"),
+    "loss.divergence": ("reverse_kl", "forward_kl", "symmetric_kl", "jsd", "nll"),
+    "loss.support": ("full", "student_top_k", "teacher_top_k"),
     "loss.tail": ("none", "renormalize", "bucket"),
     "loss.reduction": ("token", "sequence"),
+    "anchor.target": ("student", "teacher"),
+    "anchor.divergence": ("forward_kl", "reverse_kl", "symmetric_kl"),
+    "retention.samples": ("step", "cached"),
     "anchor.schedule": ("constant", "warmup", "gated"),
     "export.dtype": EXPORT_DTYPES,
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 _AT_LEAST = {
     1: "steps batch_size accumulation data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
-    "anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every checkpoint.keep "
-    "log.samples_every log.samples",
-    0: "anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature optimizer.warmup_steps "
-    "optimizer.weight_decay optimizer.b1 optimizer.b2",
+    "anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
+    "checkpoint.keep log.samples_every log.samples",
+    0: "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
+    "optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
 _ABOVE_ZERO = (
-    "rollout.temperature rollout.top_p evaluation.top_p anchor.tau "
+    "rollout.temperature rollout.top_p evaluation.top_p anchor.tau loss.jsd_weight teacher.ema_rate "
     "optimizer.learning_rate optimizer.clip_norm optimizer.eps export.shard_gb"
 )
 # What may differ when a run is continued: it changes what is written or where arrays lie, and not the run.
@@ -56,10 +64,10 @@ def check(config: ConfigDict) -> None:
     for key in _ABOVE_ZERO.split():
         if not flat[key] > 0:
             raise UserError(f"config.{key} is {flat[key]}; it must be above 0.")
-    for key in ("rollout.top_p", "evaluation.top_p"):
+    for key in ("rollout.top_p", "evaluation.top_p", "teacher.ema_rate"):
         if flat[key] > 1:
             raise UserError(f"config.{key} is {flat[key]}; it must be at most 1.")
-    for key in ("optimizer.b1", "optimizer.b2"):
+    for key in ("optimizer.b1", "optimizer.b2", "loss.jsd_weight"):
         if not flat[key] < 1:
             raise UserError(f"config.{key} is {flat[key]}; it must be below 1.")
     for key in ("model.source", "domain.name"):
@@ -70,6 +78,26 @@ def check(config: ConfigDict) -> None:
             f"config.batch_size {config.batch_size} does not divide into {config.accumulation} micro-batches; "
             "choose an accumulation that divides it."
         )
+    _check_objective(config)
+
+
+def _check_objective(config: ConfigDict) -> None:
+    """What goes together."""
+    if config.batch_size // config.accumulation % config.anchor.every:
+        raise UserError(
+            f"config.anchor.every {config.anchor.every} does not divide the {config.batch_size // config.accumulation} "
+            "rows of a micro-batch."
+        )
+    if config.teacher.kind != "frozen" and config.teacher.source:
+        raise UserError(f"config.teacher.kind={config.teacher.kind} follows the student; unset config.teacher.source.")
+    if config.loss.divergence == "nll" and config.loss.support == "teacher_top_k":
+        raise UserError("config.loss.divergence=nll has no teacher whose top-k it could take; set loss.support.")
+    if config.loss.entry_clip is not None and not config.loss.entry_clip > 0:
+        raise UserError(f"config.loss.entry_clip is {config.loss.entry_clip}; it must be above 0, or unset.")
+    if bool(config.retention.gamma) != bool(config.retention.contexts):
+        raise UserError("config.retention.gamma and config.retention.contexts are set together or not at all.")
+    if config.retention.gamma and config.retention.samples == "cached" and config.teacher.kind != "frozen":
+        raise UserError("responses of a teacher that changes cannot be cached; set config.retention.samples=step.")
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
@@ -92,8 +120,13 @@ def fingerprint(config: ConfigDict) -> dict[str, Any]:
 
 
 def method_name(config: ConfigDict) -> str:
-    """ "opd", or "nca" with its schedule: what the summary line calls the run."""
-    return f"nca_{config.anchor.schedule}" if config.anchor.beta else "opd"
+    """What the summary line calls the run: "opd", "nca_constant", "dual_gated", "sft", "nca_gated_retention", ..."""
+    off_policy = "sft" if config.loss.divergence == "nll" else "off_policy"
+    name = off_policy if config.rollout.policy == "teacher" else "opd"
+    if config.anchor.beta:
+        tie = "nca" if config.anchor.target == "student" else "dual"
+        name = f"{tie}_{config.anchor.schedule}" if name == "opd" else f"{name}_{tie}_{config.anchor.schedule}"
+    return f"{name}_retention" if config.retention.gamma else name
 
 
 def dtype(name: str) -> jnp.dtype:
@@ -105,20 +138,32 @@ def dtype(name: str) -> jnp.dtype:
 
 def make_objective(config: ConfigDict, vocab_size: int) -> Objective:
     """The loss the config describes, over a tokenizer of that size."""
-    return Objective(
+    loss, anchor = config.loss, config.anchor
+    clip = loss.entry_clip
+    tie = AnchorTerm(
+        target=anchor.target,
+        divergence=Divergence(anchor.divergence, entry_clip=clip),
+        stop_gradient=anchor.stop_gradient,
+        gate_tau=anchor.tau if anchor.schedule == "gated" else None,
+    )
+    terms = Terms(
         vocab_size=vocab_size,
-        divergence=config.loss.divergence,
-        beta=config.anchor.beta,
-        anchor=AnchorSchedule(
-            kind=config.anchor.schedule,
-            start_step=config.anchor.start_step,
-            warmup_steps=config.anchor.warmup_steps,
-            tau=config.anchor.tau,
-        ),
-        support=Support(config.loss.support, config.loss.top_k, config.loss.tail),
-        temperature=config.rollout.temperature,
-        reduction=config.loss.reduction,
-        chunk_size=config.loss.chunk_size,
+        first="nll" if loss.divergence == "nll" else Divergence(loss.divergence, loss.jsd_weight, clip),
+        anchor=tie if anchor.beta else None,
+        support=Support(loss.support, loss.top_k, loss.tail),
+        temperature=float(config.rollout.temperature),
+        chunk_size=loss.chunk_size,
+    )
+    warmup = anchor.schedule == "warmup"
+    return Objective(
+        terms=terms,
+        beta=float(anchor.beta),
+        schedule=AnchorSchedule(anchor.start_step, anchor.warmup_steps) if warmup else AnchorSchedule(),
+        anchor_stride=anchor.every,
+        gamma=float(config.retention.gamma),
+        reduction=loss.reduction,
+        teacher=config.teacher.kind,
+        ema_rate=float(config.teacher.ema_rate),
     )
 
 

@@ -1,29 +1,17 @@
-"""The mesh, and the one table that says which mesh axes each logical axis is split over."""
+"""The mesh, and where parameters, optimizer states and batches lie on it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
+from nca_jax.axes import RULES, named, parts
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import weight_table
-from nca_jax.train_step import Batch, View
-
-# Logical axis -> mesh axes; None is replicated. Axes of weights are named in `weight_table`.
-RULES: dict[str, tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
-    "layers": None,
-    "embed": ("fsdp",),
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": None,
-    "mlp": ("tensor",),
-    "norm": None,
-}
+from nca_jax.train_step import Batch, Retained, View
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -44,11 +32,6 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def named(mesh: Mesh, *axes: str | None) -> NamedSharding:
-    """The sharding of an array whose dimensions carry these logical axes."""
-    return NamedSharding(mesh, PartitionSpec(*(RULES[axis] if axis else None for axis in axes)))
-
-
 def params_sharding(mesh: Mesh, arch: Architecture) -> dict[str, NamedSharding]:
     """Weight name -> sharding.
 
@@ -58,10 +41,9 @@ def params_sharding(mesh: Mesh, arch: Architecture) -> dict[str, NamedSharding]:
     shardings = {}
     for name, spec in weight_table(arch).items():
         for size, axis in zip(spec.shape, spec.axes, strict=True):
-            parts = int(np.prod([mesh.shape[a] for a in RULES[axis] or ()]))
-            if size % parts:
+            if size % parts(mesh, axis):
                 raise UserError(
-                    f"weight {name}: its {axis} dimension of {size} does not divide by {parts} devices "
+                    f"weight {name}: its {axis} dimension of {size} does not divide by {parts(mesh, axis)} devices "
                     f"({'x'.join(RULES[axis])}); choose other config.mesh sizes."
                 )
         shardings[name] = named(mesh, *spec.axes)
@@ -82,4 +64,4 @@ def batch_sharding(mesh: Mesh) -> Batch:
     """The sharding of every array of a Batch: examples over the data axes, shared prefixes everywhere."""
     rows, examples = named(mesh, "batch", None), named(mesh, "batch")
     view = View(prefix_C=named(mesh, None), prompt_BxP=rows, prompt_length_B=examples)
-    return Batch(no_context=view, with_context=view, response_BxR=rows, response_mask_BxR=rows)
+    return Batch(view, view, rows, rows, Retained(view, rows, rows))

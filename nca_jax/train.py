@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from nca_jax import settings
+from nca_jax.axes import named, parts
+from nca_jax.batches import Batches, Teachers
 from nca_jax.checkpoint import Checkpoints
-from nca_jax.data.chat import PackedView, pack_view
+from nca_jax.data.chat import pack_view
 from nca_jax.data.pipeline import encode_pairs, fitting, training_indices
 from nca_jax.domains import make_domain
+from nca_jax.domains.base import find_context
 from nca_jax.errors import UserError
 from nca_jax.evaluate import IRRELEVANT, Evaluator, build_views, summarise, write_items
 from nca_jax.files import read_json, write_json, write_text
@@ -25,13 +27,14 @@ from nca_jax.logbook import Logbook
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params, decoder_graph, weight_table
 from nca_jax.models.export import export_dtype, write_huggingface
+from nca_jax.models.fused_attention import attention_kind
 from nca_jax.models.huggingface import tensors_to_write
 from nca_jax.models.layers import pieces_of
 from nca_jax.models.model_files import copy_companions
 from nca_jax.models.source import load_weights, open_model, resolve
-from nca_jax.rollout import Rollout, Sampling, example_keys, make_sampler
-from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
-from nca_jax.train_step import Batch, Teacher, TrainState, View, make_train_step, shared_prefix
+from nca_jax.rollout import Rollout, Sampling, make_sampler
+from nca_jax.sharding import like_params, make_mesh, params_sharding
+from nca_jax.train_step import Batch, TrainState, make_train_step, shared_prefix
 
 
 def train(config: ConfigDict, workdir: str) -> str:
@@ -53,8 +56,11 @@ def train(config: ConfigDict, workdir: str) -> str:
     teacher_model = open_model(resolve(config.teacher.source)) if config.teacher.source else student
     student.check_same_tokenizer(teacher_model, config.teacher.other_template)
     vocab_size = len(student.tokenizer)
-    graph = decoder_graph(student.arch, settings.dtype(config.model.compute_dtype), config.model.remat)
-    teacher_graph = decoder_graph(teacher_model.arch, settings.dtype(config.model.compute_dtype))
+    compute_dtype = settings.dtype(config.model.compute_dtype)
+    computing = {"attention": attention_kind(config.model.attention, compute_dtype), "mesh": mesh}
+    graph = decoder_graph(student.arch, compute_dtype, config.model.remat, **computing)
+    teacher_graph = decoder_graph(teacher_model.arch, compute_dtype, **computing)
+    objective = settings.make_objective(config, vocab_size)
     weights, teacher_weights = (params_sharding(mesh, model.arch) for model in (student, teacher_model))
 
     # ---------------------------------------------------------------- data
@@ -68,20 +74,20 @@ def train(config: ConfigDict, workdir: str) -> str:
             f"{student.arch.max_positions} positions; lower one of them."
         )
     examples = domain.examples("train")
-    pairs = encode_pairs(chat, domain, examples, domain.context)
-    chat.log_pair(pairs[0])
-    kept = fitting(examples, [pairs], *limit)
+    contexts = [domain.context, *(find_context(domain, name) for name in config.retention.contexts)]
+    pairs = [encode_pairs(chat, domain, examples, context) for context in contexts]
+    chat.log_pair(pairs[0][0])
+    kept = fitting(examples, pairs, *limit)
     examples = [examples[i] for i in kept]
-    view_x = pack_view([pairs[i].no_context for i in kept])
-    view_c = pack_view([pairs[i].with_context for i in kept])
+    pack = partial(pack_view, prefix_multiple=parts(mesh, "prefix"))
+    view_x = pack([pairs[0][i].no_context for i in kept])
+    view_c, *other_views = (pack([of_context[i].with_context for i in kept]) for of_context in pairs)
     indices = training_indices(len(examples), config.batch_size, config.seed)
     items, views = build_views(chat, domain, domain.examples("validation")[: config.evaluation.max_items], *limit)
 
     # ---------------------------------------------------------------- compiled functions
     optimizer, learning_rate = settings.make_optimizer(config)
-    train_step = make_train_step(
-        graph, teacher_graph, optimizer, settings.make_objective(config, vocab_size), config.accumulation
-    )
+    train_step = make_train_step(graph, teacher_graph, optimizer, objective, config.accumulation, mesh)
     replicated = named(mesh)
     abstract_params = {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=weights[name])
@@ -89,7 +95,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     }
 
     def initial_state(params):
-        return TrainState(jnp.int32(0), params, optimizer.init(params))
+        return TrainState(jnp.int32(0), params, optimizer.init(params), params if objective.teacher == "ema" else None)
 
     state_sharding = like_params(jax.eval_shape(initial_state, abstract_params), weights, replicated)
     train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, replicated))
@@ -97,16 +103,15 @@ def train(config: ConfigDict, workdir: str) -> str:
     encode_teacher = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(teacher_graph, params), prefix_C))
     sampler = partial(
         make_sampler,
-        graph,
         max_new_tokens=config.rollout.max_new_tokens,
         eos_ids=student.eos_ids,
         vocab_size=vocab_size,
     )
-    sample = sampler(top_k=config.rollout.top_k)
+    sample = sampler(graph, top_k=config.rollout.top_k)
     # One compiled function where both sample alike.
     same_top_k = config.evaluation.top_k == config.rollout.top_k
     evaluator = Evaluator(
-        sample=sample if same_top_k else sampler(top_k=config.evaluation.top_k),
+        sample=sample if same_top_k else sampler(graph, top_k=config.evaluation.top_k),
         encode=encode,
         decode=student.decode,
         examples=items,
@@ -115,8 +120,6 @@ def train(config: ConfigDict, workdir: str) -> str:
         seed=config.seed,
         sampling=Sampling(float(config.evaluation.temperature), float(config.evaluation.top_p)),
     )
-    rollouts = _Rollouts(config, mesh, sample, encode, view_x, view_c)
-
     # ---------------------------------------------------------------- start or resume
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, settings.fingerprint(config))
@@ -132,13 +135,20 @@ def train(config: ConfigDict, workdir: str) -> str:
         state = jax.jit(initial_state, donate_argnums=0, out_shardings=state_sharding)(params)
         start, spent = 0, 0.0
         del params  # donated
-    # A teacher of its own arrays also where it starts as the student: the student's are donated to every step.
-    frozen = load_weights(
-        teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teacher_weights
-    )
-    teacher = Teacher(frozen, encode_teacher(frozen, jnp.asarray(view_c.prefix_C)))
+    if objective.teacher == "frozen":
+        # Arrays of its own also where it starts as the student: the student's are donated to every step.
+        frozen = load_weights(
+            teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teacher_weights
+        )
+        teacher_sample = sampler(teacher_graph, top_k=config.rollout.top_k)
+        teachers = Teachers(objective.teacher, frozen, encode_teacher, teacher_sample, view_c, other_views)
+    else:
+        teachers = Teachers(objective.teacher, None, encode, sample, view_c, other_views)
+    batches = Batches(config, mesh, sample, encode, view_x, view_c, teachers)
     write_json(workdir / "config.json", config.to_dict())
     model_config = _keep_small_files(student.directory, workdir / "model")
+    if config.retention.samples == "cached" and objective.gamma:
+        batches.cache_retained(workdir / "retention.npz")
     logbook = Logbook(workdir, start if restored else None, config.steps)
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
 
@@ -161,10 +171,10 @@ def train(config: ConfigDict, workdir: str) -> str:
     steps = _StepLog(logbook, learning_rate, start, config.steps, partial(_stop_not_finite, workdir, checkpoints))
     for step in range(start + 1, config.steps + 1):
         index = next(indices)
-        batch, rollout = rollouts.batch(state.params, index, step)
+        batch, rollout = batches.batch(state, index, step)
         sample_step = step % config.log.samples_every == 0
-        with_context = rollouts.with_context(state.params, index, step) if sample_step else None
-        state, metrics = train_step(state, teacher, batch)
+        with_context = batches.with_context(state.params, index, step) if sample_step else None
+        state, metrics = train_step(state, teachers.of_step(step), batch)
         steps.dispatched(_Dispatched(step, metrics, batch))
         if sample_step:
             texts = zip(*(_texts(student.decode, r) for r in (rollout, with_context)), strict=False)
@@ -191,8 +201,11 @@ def train(config: ConfigDict, workdir: str) -> str:
         logbook.say(f"exported to {workdir / 'huggingface'}")
     final = logbook.last_evaluation()
     logbook.close()
+    written = workdir / "summary.txt"
+    if start == config.steps and written.exists():  # finished before: the same line again
+        return written.read_text().strip()
     summary = summary_line(config, final, seconds() if start < config.steps else spent)
-    write_text(workdir / "summary.txt", summary + "\n")
+    write_text(written, summary + "\n")
     return summary
 
 
@@ -286,46 +299,6 @@ class _StepLog:
         self._logbook.metrics(last.step, values)
         seconds_left = self._training_seconds / (last.step - self._start) * (self._total - last.step)
         self._logbook.progress(last.step, values, values["time/tokens_per_second"], seconds_left)
-
-
-class _Rollouts:
-    """Draws the step's responses with the training parameters and lays out the batch on the mesh."""
-
-    def __init__(
-        self, config: ConfigDict, mesh: Mesh, sample: Callable, encode: Callable, view_x: PackedView, view_c: PackedView
-    ):
-        self._sample, self._encode = sample, encode
-        self._view_x, self._view_c = view_x, view_c
-        self._seed, self._shown = config.seed, min(config.log.samples, config.batch_size)
-        self._sampling = Sampling(float(config.rollout.temperature), float(config.rollout.top_p))
-        self._sharding = batch_sharding(mesh)
-
-    def batch(self, params, index_B: np.ndarray, step: int) -> tuple[Batch, Rollout]:
-        """Samples without the context; nothing of it comes to the host."""
-        views = [self._place(view, index_B) for view in (self._view_x, self._view_c)]
-        rollout = self._draw(params, views[0], step)
-        return Batch(*views, rollout.response_BxR, rollout.mask_BxR), rollout
-
-    def with_context(self, params, index_B: np.ndarray, step: int) -> Rollout:
-        """Samples for the first few prompts with the context, for people to look at."""
-        rows = self._view_c.rows(index_B[: self._shown])
-        return self._draw(params, View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), step)
-
-    def _draw(self, params, view: View, step: int) -> Rollout:
-        B = view.prompt_length_B.shape[0]
-        return self._sample(
-            params,
-            self._encode(params, view.prefix_C),
-            view.prompt_BxP,
-            view.prompt_length_B,
-            np.ones(B, bool),
-            example_keys(self._seed, step, jnp.arange(B)),
-            self._sampling,
-        )
-
-    def _place(self, view: PackedView, index_B: np.ndarray) -> View:
-        rows = view.rows(index_B)
-        return jax.device_put(View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), self._sharding.no_context)
 
 
 def _texts(decode: Callable, rollout: Rollout) -> list[str]:

@@ -1,24 +1,27 @@
-"""The pure training step: three forward passes, the two-term loss, its gradient and the optimizer update in one graph.
+"""The pure training step: all forward passes, the loss, its gradient and the optimizer update in one graph.
 
-    loss = mean_t D(q_x || f)  +  beta * mean_t w_t KL(stop_gradient(q_x) || q_c)
+    loss = mean_t D(q_x || f)  +  beta * mean_t w_t KL(stop_gradient(q_x) || q_c)  +  gamma * mean_t KL(f' || g)
 
 with q_x the student without the context, q_c the student with it and f the teacher with it, all on the response that
-the student sampled without the context (OPD; NCA, arXiv 2606.11627). w_t = 1 is the paper's loss.
+the student sampled without the context (OPD; NCA, arXiv 2606.11627); w_t = 1 and gamma = 0 is the paper's loss. The
+last term (ours) is retention: f' and g are teacher and student with another context, on a response of the teacher.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-from nca_jax.models.decoder import Decoder, Params, Past, encode_prefix
-from nca_jax.objectives import Support, reduction_weights, weighted_sum
-from nca_jax.vocab_loss import Distribution, token_divergences
+from nca_jax.axes import constrainer
+from nca_jax.models.decoder import Decoder, Params, Past, Stream, encode_prefix, encode_prefixes
+from nca_jax.objectives import Divergence, reduction_weights, weighted_sum
+from nca_jax.vocab_loss import Hidden, Terms, weighted_loss
 
 
 @flax.struct.dataclass
@@ -31,159 +34,261 @@ class View:
 
 
 @flax.struct.dataclass
-class Batch:
-    """One step's examples: both views of the same prompts and the response sampled in the no-context view."""
+class Retained:
+    """The prompts of the batch under another context, with the teacher's responses to that."""
 
-    no_context: View
-    with_context: View
+    view: View
     response_BxR: jax.Array
     response_mask_BxR: jax.Array
 
 
 @flax.struct.dataclass
+class Batch:
+    """One step's examples: both views of the same prompts, and the response that all terms but retention are about."""
+
+    no_context: View
+    with_context: View
+    response_BxR: jax.Array
+    response_mask_BxR: jax.Array
+    retained: Retained | None = None
+
+
+@flax.struct.dataclass
 class TrainState:
-    """All that a step changes. `params` are the float32 (or bfloat16) masters."""
+    """All that a step changes. `params` are the float32 (or bfloat16) masters; `ema` an averaged teacher, if any."""
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
+    ema: Params | None = None
 
 
 @flax.struct.dataclass
 class Teacher:
-    """A frozen teacher: its weights and, encoded once per run, its keys and values of the shared context."""
+    """A frozen teacher: its weights and, encoded once per run, its keys and values of the shared prefixes.
 
-    params: Params
-    prefix: list[Past]  # one, or none where the views share no prefix
+    A teacher that follows the student ("live", "ema") is in the state, and this is empty.
+    """
+
+    params: Params | None = None
+    prefix: list[Past] | None = None  # of the with-context view: one, or none where the views share no prefix
+    retained_prefix: list[Past] | None = None  # of the retained view
 
 
 @dataclasses.dataclass(frozen=True)
 class AnchorSchedule:
-    """When and where the anchor acts: the weight w_t of the loss above.
+    """How much of the anchor acts at a step: 1, or with `warmup_steps` from 0 to 1 linearly after `start_step`."""
 
-    Attributes:
-      kind: "constant", 1 (the reference); "warmup", from 0 to 1 linearly over `warmup_steps` after `start_step`;
-        "gated", exp(-sg[D(q_x || f)_t] / tau), small where the student has not learned yet.
-      start_step, warmup_steps: in optimizer steps.
-      tau: in nats.
-    """
-
-    kind: Literal["constant", "warmup", "gated"] = "constant"
     start_step: int = 0
-    warmup_steps: int = 10
-    tau: float = 0.25
+    warmup_steps: int = 0
 
-    def weight(self, step: jax.Array, opd_BxR: jax.Array) -> jax.Array:
-        """w_t, broadcastable to [B, R]."""
-        if self.kind == "gated":
-            return jnp.exp(-jax.lax.stop_gradient(opd_BxR) / self.tau)
-        if self.kind == "warmup":
-            return jnp.clip((step - self.start_step) / self.warmup_steps, 0.0, 1.0)
-        return jnp.float32(1.0)
+    def weight(self, step: jax.Array) -> jax.Array:
+        """A float32 scalar."""
+        if not self.warmup_steps:
+            return jnp.float32(1.0)
+        return jnp.clip((step - self.start_step) / self.warmup_steps, 0.0, 1.0).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The loss as a value: which divergences, over which ids, how reduced.
+    """The loss as a value.
 
     Attributes:
-      divergence: of the OPD term, see `objectives.divergence`.
-      beta: weight of the anchor; 0 is plain OPD and leaves the q_c forward pass out of the graph.
-      anchor: schedule of the anchor.
-      support: ids of both terms.
-      temperature: divides all logits; the one the responses were sampled at (OPCD).
+      terms: what is computed at each response position; `terms.anchor` is None exactly if `beta` is 0, and the q_c
+        forward pass is then left out of the graph.
+      beta: weight of the anchor; 0 is plain OPD.
+      schedule: of the anchor.
+      anchor_stride: the anchor is computed for every so many-th example of the batch, unbiased and cheaper.
+      gamma: weight of retention; 0 leaves it out.
       reduction: "token" or "sequence", see `objectives.reduction_weights`.
-      vocab_size: the tokenizer's size.
-      chunk_size: response positions whose logits are alive at one time.
+      teacher: "frozen"; "live", the student itself as it is; "ema", an exponential moving average of the student.
+      ema_rate: share of the student that enters the average at each step.
     """
 
-    vocab_size: int
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    beta: float = 0.5
-    anchor: AnchorSchedule = dataclasses.field(default_factory=AnchorSchedule)
-    support: Support = dataclasses.field(default_factory=Support)
-    temperature: float = 1.0
+    terms: Terms
+    beta: float = 0.0
+    schedule: AnchorSchedule = AnchorSchedule()
+    anchor_stride: int = 1
+    gamma: float = 0.0
     reduction: Literal["token", "sequence"] = "token"
-    chunk_size: int = 1024
+    teacher: Literal["frozen", "live", "ema"] = "frozen"
+    ema_rate: float = 0.05
 
 
-def response_hidden(model: Decoder, view: View, prefix: list[Past], response_BxR: jax.Array) -> jax.Array:
-    """Final hidden states that predict each response token: [B, R, D].
+class Sight(NamedTuple):
+    """A view of some examples to be run: its prompts, the encoded prefix before them, the responses after them."""
 
-    The view is laid out without gaps, prompt then response then padding, so that causal attention needs no mask. Token
-    r of the response is predicted at the position before it: prompt_length - 1 + r.
+    view: View
+    prefix: list[Past]
+    response_BxR: jax.Array
+
+
+def response_hidden(model: Decoder, sights: Sequence[Sight]) -> list[jax.Array]:
+    """Final hidden states that predict each response token, [B, R, D] of each view; one run through the layers.
+
+    A view is laid out without gaps, prompt then response then padding, so that causal attention needs no mask. Token r
+    of the response is predicted at the position before it: prompt_length - 1 + r.
     """
-    R = response_BxR.shape[1]
-    T = view.prompt_BxP.shape[1] + R
-    length_Bx1 = view.prompt_length_B[:, None]
-    from_response_BxT = jnp.arange(T) - length_Bx1
-    prompt_BxT = jnp.pad(view.prompt_BxP, ((0, 0), (0, R)))
-    response_BxT = jnp.take_along_axis(response_BxR, jnp.clip(from_response_BxT, 0, R - 1), axis=1)
-    token_BxT = jnp.where(from_response_BxT < 0, prompt_BxT, response_BxT)
+    streams = []
+    for view, prefix, response_BxR in sights:
+        R = response_BxR.shape[1]
+        T = view.prompt_BxP.shape[1] + R
+        from_response_BxT = jnp.arange(T) - view.prompt_length_B[:, None]
+        prompt_BxT = jnp.pad(view.prompt_BxP, ((0, 0), (0, R)))
+        response_BxT = jnp.take_along_axis(response_BxR, jnp.clip(from_response_BxT, 0, R - 1), axis=1)
+        token_BxT = jnp.where(from_response_BxT < 0, prompt_BxT, response_BxT)
+        streams.append(Stream(token_BxT, view.prefix_C.shape[0] + jnp.arange(T)[None], prefix))
+    return [
+        jnp.take_along_axis(
+            hidden_BxTxD,
+            (view.prompt_length_B[:, None] - 1 + jnp.arange(response_BxR.shape[1]))[..., None],
+            axis=1,
+        )
+        for (hidden_BxTxD, _), (view, _, response_BxR) in zip(model.together(streams), sights, strict=True)
+    ]
 
-    position_1xT = view.prefix_C.shape[0] + jnp.arange(T)[None]
-    hidden_BxTxD, _ = model(token_BxT, position_1xT, prefix)
-    return jnp.take_along_axis(hidden_BxTxD, (length_Bx1 - 1 + jnp.arange(R))[..., None], axis=1)
+
+def shared_prefixes(model: Decoder, views: Mapping[str, View]) -> dict[str, list[Past]]:
+    """The encoded prefix of each view as the list the decoder takes: empty where there is none."""
+    names = [name for name, view in views.items() if view.prefix_C.shape[0]]
+    encoded = encode_prefixes(model, [views[name].prefix_C for name in names]) if names else []
+    return {name: [] for name in views} | {name: [past] for name, past in zip(names, encoded, strict=True)}
 
 
 def shared_prefix(model: Decoder, prefix_C: jax.Array) -> list[Past]:
-    """The encoded prefix as the list the decoder takes: empty where there is none."""
+    """As `shared_prefixes`, of one."""
     return [encode_prefix(model, prefix_C)] if prefix_C.shape[0] else []
 
 
-def loss_sums(
-    params: Params,
+def make_loss_and_gradient(
     graph: nnx.GraphDef,
     teacher_graph: nnx.GraphDef,
-    teacher: Teacher,
-    batch: Batch,
-    step: jax.Array,
     objective: Objective,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sums over the response tokens of a (micro-)batch, to be divided by the step's total weight.
+    accumulation: int = 1,
+    mesh: Mesh | None = None,
+) -> Callable[[TrainState, Teacher, Batch], tuple[jax.Array, Params, dict[str, jax.Array]]]:
+    """The step without its update, as a pure function; arguments as `make_train_step`.
 
     Returns:
-      the loss sum, and the sums of each term: "opd", "nca" (the anchor without its weight), "gate", "weight".
+      loss_and_gradient(state, teacher, batch) -> (loss, gradient in float32 at least, terms). `state.opt_state` is not
+      looked at. The terms are means over the response tokens: "opd", "nca" (the anchor without its weight), "gate",
+      "retention".
     """
-    student = nnx.merge(graph, params)
+    constrain = constrainer(mesh)
+    needs_f = objective.terms.first != "nll" or (objective.beta > 0 and objective.terms.anchor.target == "teacher")
+    retention = dataclasses.replace(objective.terms, first=Divergence("forward_kl"), anchor=None)
 
-    def of_student(view: View):
-        # The prefix is encoded once, inside the gradient: every example's gradient flows back through it.
-        return response_hidden(student, view, shared_prefix(student, view.prefix_C), batch.response_BxR)
+    def prefixes_of(params: Params, batch: Batch) -> dict[str, list[Past]]:
+        """Once per step, also where the batch is cut into micro-batches."""
+        views = {"no_context": batch.no_context}
+        if objective.beta or objective.teacher == "live":
+            views["with_context"] = batch.with_context
+        if objective.gamma:
+            views["retained"] = batch.retained.view
+        return shared_prefixes(nnx.merge(graph, params), views)
 
-    frozen = nnx.merge(teacher_graph, teacher.params)
-    hidden = {
-        "q_x": of_student(batch.no_context),
-        "f": response_hidden(frozen, batch.with_context, teacher.prefix, batch.response_BxR),
-    }
-    heads = {"q_x": student.head_VxD, "f": frozen.head_VxD}
-    if objective.beta:
-        hidden["q_c"], heads["q_c"] = of_student(batch.with_context), student.head_VxD
-    by_name = {
-        name: Distribution(hidden_BxRxD.reshape(-1, hidden_BxRxD.shape[-1]), heads[name])
-        for name, hidden_BxRxD in hidden.items()
-    }
-    opd_N, anchor_N = token_divergences(
-        by_name["q_x"],
-        by_name["f"],
-        by_name.get("q_c"),
-        batch.response_mask_BxR.reshape(-1),
-        kind=objective.divergence,
-        support=objective.support,
-        temperature=objective.temperature,
-        vocab_size=objective.vocab_size,
-        chunk_size=objective.chunk_size,
-    )
-    opd_BxR, anchor_BxR = (x.reshape(batch.response_mask_BxR.shape) for x in (opd_N, anchor_N))
-    weights_BxR, total = reduction_weights(batch.response_mask_BxR, objective.reduction)
-    gate_BxR = jnp.broadcast_to(objective.anchor.weight(step, opd_BxR), opd_BxR.shape)
-    sums = {
-        "opd": weighted_sum(opd_BxR, weights_BxR),
-        "nca": weighted_sum(anchor_BxR, weights_BxR),
-        "gate": weighted_sum(gate_BxR, weights_BxR),
-        "weight": total,
-    }
-    return sums["opd"] + objective.beta * weighted_sum(gate_BxR * anchor_BxR, weights_BxR), sums
+    def the_teacher(state: TrainState, teacher: Teacher, batch: Batch, prefixes) -> Teacher:
+        if objective.teacher == "frozen":
+            return teacher
+        if objective.teacher == "live":
+            return jax.lax.stop_gradient(Teacher(state.params, prefixes["with_context"], prefixes.get("retained")))
+        views = {"with_context": batch.with_context}
+        if objective.gamma:
+            views["retained"] = batch.retained.view
+        averaged = shared_prefixes(nnx.merge(graph, state.ema), views)
+        return Teacher(state.ema, averaged["with_context"], averaged.get("retained"))
+
+    def loss_of_part(params, prefixes, teacher: Teacher, part: tuple[Batch, Any], anchor_weight):
+        batch, weights = part
+        every = slice(None, None, objective.anchor_stride)
+        student = nnx.merge(graph, params)
+        sights = {"q_x": Sight(batch.no_context, prefixes["no_context"], batch.response_BxR)}
+        if objective.beta:
+            view, response_BxR = _rows((batch.with_context, batch.response_BxR), every)
+            sights["q_c"] = Sight(view, prefixes["with_context"], response_BxR)
+        if objective.gamma:
+            kept = batch.retained
+            sights["g"] = Sight(kept.view, prefixes["retained"], kept.response_BxR)
+        hidden = dict(zip(sights, response_hidden(student, list(sights.values())), strict=True))
+
+        # With the live teacher, where q_c is the same pass, it is not run again.
+        same_pass = objective.teacher == "live" and objective.beta and objective.anchor_stride == 1
+        sights = {}
+        if needs_f and not same_pass:
+            sights["f"] = Sight(batch.with_context, teacher.prefix, batch.response_BxR)
+        if objective.gamma:
+            sights["f_retained"] = Sight(kept.view, teacher.retained_prefix, kept.response_BxR)
+        teacher_head_VxD = None
+        if needs_f or objective.gamma:
+            model_f = nnx.merge(teacher_graph if objective.teacher == "frozen" else graph, teacher.params)
+            teacher_head_VxD = model_f.head_VxD
+            if sights:
+                hidden |= dict(zip(sights, response_hidden(model_f, list(sights.values())), strict=True))
+        if needs_f and same_pass:
+            hidden["f"] = jax.lax.stop_gradient(hidden["q_c"])
+        loss, values = weighted_loss(
+            Hidden(hidden["q_x"], hidden.get("q_c"), hidden.get("f")),
+            student.head_VxD,
+            teacher_head_VxD if needs_f else None,
+            batch.response_BxR,
+            weights["response"],
+            anchor_weight,
+            objective.terms,
+            constrain,
+        )
+        anchor_weights = weights["response"][every] * objective.anchor_stride
+        terms = {
+            "opd": weighted_sum(values.first, weights["response"]),
+            "nca": weighted_sum(values.anchor, anchor_weights) if objective.beta else jnp.float32(0.0),
+            "gate": weighted_sum(values.gate, anchor_weights) if objective.beta else jnp.float32(1.0),
+        }
+        if objective.gamma:
+            terms["retention"], _ = weighted_loss(
+                Hidden(hidden["g"], None, hidden["f_retained"]),
+                student.head_VxD,
+                teacher_head_VxD,
+                kept.response_BxR,
+                weights["retained"],
+                0.0,
+                retention,
+                constrain,
+            )
+            loss += objective.gamma * terms["retention"]
+        return loss, jax.lax.stop_gradient(terms)
+
+    def loss_and_gradient(state: TrainState, teacher: Teacher, batch: Batch):
+        # Of the whole step's masks, so that micro-batches are summed and nothing is divided afterwards.
+        weights = {"response": reduction_weights(batch.response_mask_BxR, objective.reduction)}
+        if objective.gamma:
+            weights["retained"] = reduction_weights(batch.retained.response_mask_BxR, objective.reduction)
+        prefixes, pull_back = jax.vjp(lambda params: prefixes_of(params, batch), state.params)
+        current = the_teacher(state, teacher, batch, prefixes)
+        anchor_weight = objective.beta * objective.schedule.weight(state.step)
+
+        def of_part(part):
+            return jax.value_and_grad(loss_of_part, argnums=(0, 1), has_aux=True)(
+                state.params, prefixes, current, part, anchor_weight
+            )
+
+        if accumulation == 1:
+            (loss, terms), (gradient, prefix_gradient) = of_part((batch, weights))
+        else:
+            parts = _split_examples((batch, weights), accumulation)
+            shapes = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts))
+            # Accumulated in float32 also where the parameters are bfloat16.
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+
+            def add(total, part):
+                return jax.tree.map(jnp.add, total, of_part(part)), None
+
+            ((loss, terms), (gradient, prefix_gradient)), _ = jax.lax.scan(add, zeros, parts)
+            if not objective.beta:
+                terms["gate"] = jnp.float32(1.0)
+        prefix_gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), prefix_gradient, prefixes)
+        (through_prefix,) = pull_back(prefix_gradient)
+        return loss, jax.tree.map(jnp.add, gradient, through_prefix), terms
+
+    return loss_and_gradient
 
 
 def make_train_step(
@@ -192,6 +297,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     objective: Objective,
     accumulation: int = 1,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Teacher, Batch], tuple[TrainState, dict[str, Any]]]:
     """The step as a pure function; the caller jits it, donates the state, and says where things live.
 
@@ -199,57 +305,52 @@ def make_train_step(
       graph, teacher_graph: decoders without weights; the same one for self-distillation.
       optimizer: takes the mean gradient; clipping is its business.
       objective: the loss.
-      accumulation: micro-batches the batch is cut into, along its examples; it must divide their number. Sums are
-        added and divided once, so the result is that of the whole batch, whatever the lengths of the responses.
+      accumulation: micro-batches the batch is cut into, along its examples; it must divide their number. The result is
+        that of the whole batch, whatever the lengths of the responses.
+      mesh: where the arrays live, for the intermediate ones; None: one device.
 
     Returns:
       train_step(state, teacher, batch) -> (state, metrics). The teacher is an argument of its own, since the state is
-      donated and the teacher is not. Metrics are float32 scalars: the means "loss", "opd", "nca" and "gate",
+      donated and the teacher is not. Metrics are float32 scalars: "loss", its terms (see `make_loss_and_gradient`),
       "grad_norm" before clipping, "tokens" and "finite" (0 where the loss or the gradient is not).
     """
+    loss_and_gradient = make_loss_and_gradient(graph, teacher_graph, objective, accumulation, mesh)
 
     def train_step(state: TrainState, teacher: Teacher, batch: Batch):
-        def sums_and_gradient(part: Batch):
-            return jax.value_and_grad(loss_sums, has_aux=True)(
-                state.params, graph, teacher_graph, teacher, part, state.step, objective
-            )
-
-        if accumulation == 1:
-            (loss, sums), gradient = sums_and_gradient(batch)
-        else:
-            parts = _split_examples(batch, accumulation)
-            shapes = jax.eval_shape(sums_and_gradient, jax.tree.map(lambda x: x[0], parts))
-            # Accumulated in float32 also where the parameters are bfloat16.
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-
-            def add(total, part):
-                return jax.tree.map(jnp.add, total, sums_and_gradient(part)), None
-
-            ((loss, sums), gradient), _ = jax.lax.scan(add, zeros, parts)
-
-        # A step without any response token has sum 0 and gradient 0; only 0 / 0 must be avoided.
-        total = jnp.maximum(sums["weight"], 1.0)
-        gradient = jax.tree.map(lambda g: g / total, gradient)
+        loss, gradient, terms = loss_and_gradient(state, teacher, batch)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if objective.teacher == "ema":
+            ema = optax.incremental_update(params, ema, objective.ema_rate)
         grad_norm = optax.tree.norm(gradient)
         metrics = {
-            "loss": loss / total,
-            **{name: sums[name] / total for name in ("opd", "nca", "gate")},
+            "loss": loss,
+            **terms,
             "grad_norm": grad_norm,
             "tokens": batch.response_mask_BxR.sum().astype(jnp.float32),
             "finite": (jnp.isfinite(loss) & jnp.isfinite(grad_norm)).astype(jnp.float32),
         }
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return train_step
 
 
-def _split_examples(batch: Batch, parts: int) -> Batch:
-    """[B, ...] -> [parts, B / parts, ...]; prefixes, which have no example axis, are repeated by reference."""
+def _rows(tree: Any, every: slice) -> Any:
+    """Some of the examples; prefixes, which have no example axis, are those of all."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if _is_prefix(path) else x[every], tree)
+
+
+def _split_examples(tree: Any, parts: int) -> Any:
+    """[B, ...] -> [parts, B / parts, ...]; prefixes are repeated by reference."""
 
     def split(path, x):
-        if any(getattr(key, "name", None) == "prefix_C" for key in path):
+        if _is_prefix(path):
             return jnp.broadcast_to(x, (parts, *x.shape))
         return x.reshape(parts, -1, *x.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(split, batch)
+    return jax.tree_util.tree_map_with_path(split, tree)
+
+
+def _is_prefix(path) -> bool:
+    return any(getattr(key, "name", None) == "prefix_C" for key in path)

@@ -12,7 +12,7 @@ from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.objectives import log_probabilities
 from nca_jax.rollout import Sampling, draw, example_keys, make_sampler, response_mask
-from nca_jax.train_step import View, response_hidden, shared_prefix
+from nca_jax.train_step import Sight, View, response_hidden, shared_prefix
 
 R, VOCAB = 6, 259
 ARCH = architecture_from_config(TINY_CONFIG)
@@ -53,7 +53,8 @@ def test_log_probabilities_equal_one_teacher_forced_forward(params, temperature,
     out = run(sampler(), params, prompt_BxP, length_B, [0, 1, 2], temperature, prefix=prefix)
 
     model = nnx.merge(GRAPH, params)
-    hidden_BxRxD = response_hidden(model, View(prefix_C, prompt_BxP, length_B), prefix, jnp.asarray(out.response_BxR))
+    sight = Sight(View(prefix_C, prompt_BxP, length_B), prefix, jnp.asarray(out.response_BxR))
+    (hidden_BxRxD,) = response_hidden(model, [sight])
     log_p_BxRxV = log_probabilities(hidden_BxRxD @ model.head_VxD[:VOCAB].T, temperature)
     expected_BxR = np.take_along_axis(np.asarray(log_p_BxRxV), out.response_BxR[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.log_prob_BxR, expected_BxR * out.mask_BxR, atol=1e-4)
@@ -65,7 +66,8 @@ def test_greedy_takes_the_most_probable_token_of_the_forward_pass(params):
     out = run(sampler(), params, prompt_BxP, length_B, [0, 1], temperature=0.0)
     model = nnx.merge(GRAPH, params)
     view = View(jnp.zeros(0, jnp.int32), prompt_BxP, length_B)
-    logits_BxRxV = response_hidden(model, view, [], jnp.asarray(out.response_BxR)) @ model.head_VxD[:VOCAB].T
+    (hidden_BxRxD,) = response_hidden(model, [Sight(view, [], jnp.asarray(out.response_BxR))])
+    logits_BxRxV = hidden_BxRxD @ model.head_VxD[:VOCAB].T
     np.testing.assert_array_equal(out.response_BxR, np.argmax(logits_BxRxV, -1) * out.mask_BxR)
 
 

@@ -9,27 +9,33 @@ from ml_collections import ConfigDict
 from configs import base, conventions
 from nca_jax import settings
 from nca_jax.errors import UserError
+from nca_jax.objectives import Divergence, Support
+from nca_jax.train_step import AnchorSchedule, Objective
+from nca_jax.vocab_loss import AnchorTerm, Terms
 
 BAD_VALUES = {
     "at least 1": (
         "steps batch_size accumulation data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
-        "anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
+        "anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
         "checkpoint.keep log.samples_every log.samples",
         [0, -1],
     ),
     "at least 0": (
-        "anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature optimizer.warmup_steps "
-        "optimizer.weight_decay",
+        "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
+        "optimizer.warmup_steps optimizer.weight_decay",
         [-1],
     ),
     "above 0": (
-        "rollout.temperature rollout.top_p evaluation.top_p anchor.tau optimizer.learning_rate optimizer.clip_norm",
+        "rollout.temperature rollout.top_p evaluation.top_p anchor.tau "
+        "optimizer.learning_rate optimizer.clip_norm loss.jsd_weight teacher.ema_rate export.shard_gb",
         [0.0, -0.5, float("nan")],
     ),
-    "at most 1": ("rollout.top_p evaluation.top_p", [1.5]),
+    "at most 1": ("rollout.top_p evaluation.top_p teacher.ema_rate", [1.5]),
+    "below 1": ("loss.jsd_weight", [1.0]),
     "one of": (
-        "model.param_dtype model.compute_dtype model.remat teacher.dtype chat.default_system data.too_long "
-        "loss.divergence loss.support loss.tail loss.reduction anchor.schedule optimizer.schedule",
+        "model.param_dtype model.compute_dtype model.remat model.attention teacher.kind teacher.dtype rollout.policy "
+        "chat.default_system data.too_long loss.divergence loss.support loss.tail loss.reduction anchor.schedule "
+        "anchor.target anchor.divergence retention.samples export.dtype optimizer.schedule",
         ["nonsense"],
     ),
     "is not set": ("model.source domain.name", [None]),
@@ -147,21 +153,89 @@ def test_optimizer_clips_the_global_norm_and_decays_weights():
 def test_objective_is_what_the_config_says():
     changes = {
         "anchor.beta": 0.25,
+        "anchor.target": "teacher",
+        "anchor.divergence": "symmetric_kl",
+        "anchor.stop_gradient": False,
+        "anchor.every": 2,
         "anchor.schedule": "warmup",
         "anchor.start_step": 2,
         "anchor.warmup_steps": 7,
-        "anchor.tau": 0.5,
         "loss.divergence": "jsd",
-        "loss.support": "top_k",
+        "loss.jsd_weight": 0.125,
+        "loss.entry_clip": 3.0,
+        "loss.support": "teacher_top_k",
         "loss.top_k": 5,
         "loss.tail": "bucket",
         "loss.reduction": "sequence",
         "loss.chunk_size": 3,
+        "retention.gamma": 0.75,
         "rollout.temperature": 0.7,
+        "teacher.kind": "ema",
+        "teacher.ema_rate": 0.125,
     }
-    objective = settings.make_objective(config_with(changes), vocab_size=11)
-    assert (objective.vocab_size, objective.divergence, objective.beta) == (11, "jsd", 0.25)
-    assert (objective.temperature, objective.reduction, objective.chunk_size) == (0.7, "sequence", 3)
-    anchor, support = objective.anchor, objective.support
-    assert (anchor.kind, anchor.start_step, anchor.warmup_steps, anchor.tau) == ("warmup", 2, 7, 0.5)
-    assert tuple(getattr(support, field) for field in support.__dataclass_fields__) == ("top_k", 5, "bucket")
+    terms = Terms(
+        vocab_size=11,
+        first=Divergence("jsd", 0.125, 3.0),
+        anchor=AnchorTerm("teacher", Divergence("symmetric_kl", entry_clip=3.0), stop_gradient=False),
+        support=Support("teacher_top_k", 5, "bucket"),
+        temperature=0.7,
+        chunk_size=3,
+    )
+    expected = Objective(terms, 0.25, AnchorSchedule(2, 7), 2, 0.75, "sequence", "ema", 0.125)
+    assert settings.make_objective(config_with(changes), vocab_size=11) == expected
+
+
+def test_the_reference_is_the_default():
+    """KL(q_x || f) + 0.5 KL(sg[q_x] || q_c) on the student's top 256, renormalised; nothing of ours is on."""
+    objective = settings.make_objective(base.get_config(), vocab_size=11)
+    support = Support("student_top_k", 256, "renormalize")
+    assert objective == Objective(Terms(11, Divergence("reverse_kl"), AnchorTerm(), support, 1.0, 1024), beta=0.5)
+
+
+def test_a_gate_and_plain_distillation():
+    gated = settings.make_objective(config_with({"anchor.schedule": "gated", "anchor.tau": 0.5}), 11)
+    assert gated.terms.anchor == AnchorTerm(gate_tau=0.5) and gated.schedule == AnchorSchedule()
+    plain = settings.make_objective(config_with({"anchor.beta": 0.0, "loss.divergence": "nll"}), 11)
+    assert plain.terms.anchor is None and plain.terms.first == "nll"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"anchor.schedule": "constant"}, "nca_constant"),
+        ({"anchor.beta": 0.0}, "opd"),
+        ({"anchor.schedule": "gated", "retention.gamma": 0.5}, "nca_gated_retention"),
+        ({"anchor.target": "teacher"}, "dual_gated"),
+        ({"rollout.policy": "teacher", "anchor.beta": 0.0, "loss.divergence": "forward_kl"}, "off_policy"),
+        ({"rollout.policy": "teacher", "anchor.beta": 0.0, "loss.divergence": "nll"}, "sft"),
+        ({"rollout.policy": "teacher", "loss.divergence": "nll"}, "sft_nca_gated"),
+    ],
+)
+def test_a_run_is_called_by_its_method(changes, name):
+    assert settings.method_name(config_with(changes)) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"anchor.every": 3}, "does not divide the 8 rows"),
+        ({"anchor.every": 4, "accumulation": 4}, "does not divide the 2 rows"),
+        ({"teacher.kind": "ema", "teacher.source": "other"}, "ema follows the student"),
+        ({"loss.divergence": "nll", "loss.support": "teacher_top_k"}, "no teacher whose top-k"),
+        ({"loss.entry_clip": 0.0}, "entry_clip is 0.0"),
+        ({"retention.gamma": 0.5}, "set together"),
+        ({"retention.contexts": ("a.txt",)}, "set together"),
+        (
+            {
+                "retention.gamma": 0.5,
+                "retention.contexts": ("a.txt",),
+                "retention.samples": "cached",
+                "teacher.kind": "live",
+            },
+            "cannot be cached",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, reason):
+    with pytest.raises(UserError, match=reason):
+        settings.check(config_with(changes))

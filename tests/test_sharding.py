@@ -14,10 +14,19 @@ from nca_jax.errors import UserError
 from nca_jax.models.architecture import architecture_from_config
 from nca_jax.models.decoder import decoder_graph, random_params, weight_table
 from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
-from nca_jax.train_step import Batch, Objective, Teacher, View, loss_sums, shared_prefix
+from nca_jax.train_step import (
+    Batch,
+    Objective,
+    Retained,
+    Teacher,
+    TrainState,
+    View,
+    make_loss_and_gradient,
+    shared_prefix,
+)
+from nca_jax.vocab_loss import AnchorTerm, Terms
 
 ARCH = architecture_from_config(TINY_CONFIG)
-GRAPH = decoder_graph(ARCH)
 
 
 def mesh_of(data, fsdp, tensor):
@@ -92,46 +101,47 @@ def random_batch(B=8, P=5, R=4, C=3) -> Batch:
         return View(ids(C), ids(B, P), jnp.asarray(rng.integers(1, P + 1, B), jnp.int32))
 
     # Lengths 0, 1, 2, ...: devices have different numbers of tokens, and one has none.
-    return Batch(view(C), view(C + 4), ids(B, R), jnp.arange(R) < (jnp.arange(B) % (R + 1))[:, None])
+    mask = jnp.arange(R) < (jnp.arange(B) % (R + 1))[:, None]
+    return Batch(view(C), view(C + 5), ids(B, R), mask, Retained(view(C + 13), ids(B, R), mask[::-1]))
 
 
-def loss_and_gradient(params, teacher_params, batch):
-    objective = Objective(vocab_size=259, chunk_size=16)
+def loss_and_gradient(params, teacher_params, batch, mesh=None):
+    terms = Terms(vocab_size=259, anchor=AnchorTerm(gate_tau=1.0), chunk_size=16)
+    graph = decoder_graph(ARCH, mesh=mesh)
+    run = make_loss_and_gradient(graph, graph, Objective(terms, beta=0.5, gamma=0.5), mesh=mesh)
 
     @jax.jit
-    def run(params, teacher_params, batch):
-        prefix = shared_prefix(nnx.merge(GRAPH, teacher_params), batch.with_context.prefix_C)
-        teacher = Teacher(teacher_params, prefix)
-        return jax.value_and_grad(loss_sums, has_aux=True)(
-            params, GRAPH, GRAPH, teacher, batch, jnp.int32(0), objective
-        )
+    def with_prefixes(params, teacher_params, batch):
+        model = nnx.merge(graph, teacher_params)
+        prefixes = [shared_prefix(model, v.prefix_C) for v in (batch.with_context, batch.retained.view)]
+        return run(TrainState(jnp.int32(0), params, None), Teacher(teacher_params, *prefixes), batch)
 
-    (loss, sums), gradient = run(params, teacher_params, batch)
-    return loss, sums, gradient
+    return with_prefixes(params, teacher_params, batch)
 
 
 @pytest.fixture(scope="module")
 def on_one_device():
     params, teacher_params = random_params(ARCH, 0), random_params(ARCH, 1)
-    # Weights ten times as large as fresh ones, for divergences that are not nearly 0.
-    params, teacher_params = (jax.tree.map(lambda w: w * 10 if w.ndim > 2 else w, p) for p in (params, teacher_params))
+    # Embeddings, which are the head too, much larger than fresh ones, for divergences that are not nearly 0.
+    params, teacher_params = (p | {"embedding": 8 * p["embedding"]} for p in (params, teacher_params))
     return params, teacher_params, loss_and_gradient(params, teacher_params, random_batch())
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=lambda s: "x".join(map(str, s)))
 def test_loss_and_gradient_equal_those_of_one_device(sizes, on_one_device):
-    params, teacher_params, (loss, sums, gradient) = on_one_device
+    params, teacher_params, (loss, gradient, terms) = on_one_device
     mesh = mesh_of(*sizes)
     weights = params_sharding(mesh, ARCH)
-    found_loss, found_sums, found_gradient = loss_and_gradient(
+    found_loss, found_gradient, found_terms = loss_and_gradient(
         jax.device_put(params, weights),
         jax.device_put(teacher_params, weights),
         jax.device_put(random_batch(), batch_sharding(mesh)),
+        mesh,
     )
-    assert loss > 0.1 and sums["weight"] == random_batch().response_mask_BxR.sum()
+    assert all(terms[name] > 0.1 for name in ("opd", "nca", "retention"))
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
-    for name in sums:
-        np.testing.assert_allclose(found_sums[name], sums[name], rtol=1e-5, err_msg=name)
+    for name in terms:
+        np.testing.assert_allclose(found_terms[name], terms[name], rtol=1e-5, err_msg=name)
     for name, g in gradient.items():
         np.testing.assert_allclose(found_gradient[name], g, atol=1e-5 * np.abs(g).max(), err_msg=name)
 
@@ -139,8 +149,25 @@ def test_loss_and_gradient_equal_those_of_one_device(sizes, on_one_device):
 def test_a_batch_lies_over_the_data_axes_and_a_prefix_everywhere():
     sharding = batch_sharding(mesh_of(2, 2, 2))
     batch = jax.device_put(random_batch(), sharding)
-    for field in dataclasses.fields(batch):
-        part = getattr(batch, field.name)
-        rows = [part.prompt_BxP, part.prompt_length_B] if isinstance(part, View) else [part]
-        assert all(x.addressable_shards[0].data.shape == (2, *x.shape[1:]) for x in rows), field.name
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        whole = "prefix_C" in jax.tree_util.keystr(path)
+        rows = x.shape[0] if whole else 2
+        assert all(part.data.shape == (rows, *x.shape[1:]) for part in x.addressable_shards), path
     assert batch.with_context.prefix_C.sharding.is_fully_replicated
+
+
+def test_the_work_of_encoding_a_prefix_is_divided():
+    """Each of 4 x 2 devices computes the mlp for a quarter of the tokens (and its half of the features)."""
+    mesh, C, F = mesh_of(1, 4, 2), 24, 80
+    arch = dataclasses.replace(ARCH, mlp_size=F)
+    graph, weights = decoder_graph(arch, mesh=mesh), params_sharding(mesh, arch)
+
+    def program(tokens):
+        params = jax.device_put(random_params(arch, 0), weights)
+        encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
+        return encode.lower(params, jnp.arange(tokens)).compile().as_text()
+
+    divided, whole = program(C), program(C + 1)  # 25 tokens do not divide
+    assert f"f32[1,{C // 4},{F // 2}]" in divided or f"f32[{C // 4},{F // 2}]" in divided
+    assert f"f32[1,{C},{F // 2}]" not in divided and f"f32[{C},{F // 2}]" not in divided
+    assert f"f32[1,{C + 1},{F // 2}]" in whole or f"f32[{C + 1},{F // 2}]" in whole

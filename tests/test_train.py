@@ -165,6 +165,50 @@ def test_plain_distillation_has_no_anchor(tiny_model, tmp_path):
     assert all(r["nca"] == 0 for r in records(tmp_path) if "loss" in r)
 
 
+SHORT = {"steps": 3, "evaluation.max_items": 1, "evaluation.every": 3, "log.samples_every": 3, "checkpoint.every": 3}
+RETENTION = {"retention.gamma": 0.5, "retention.contexts": ("category", "first_letter")}
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("off_policy", {"rollout.policy": "teacher", "loss.divergence": "forward_kl", "anchor.beta": 0.0}),
+        ("sft", {"rollout.policy": "teacher", "loss.divergence": "nll", "anchor.beta": 0.0}),
+        ("dual_gated", {"anchor.target": "teacher", "anchor.divergence": "reverse_kl", "anchor.every": 2}),
+        ("nca_gated", {"teacher.kind": "ema", "loss.support": "teacher_top_k", "loss.top_k": 8}),
+        ("nca_gated", {"teacher.kind": "live", "anchor.stop_gradient": False, "loss.entry_clip": 1.0}),
+        ("nca_gated_retention", RETENTION),
+    ],
+    ids=lambda x: x if isinstance(x, str) else " ".join(f"{k}={v}" for k, v in x.items()),
+)
+def test_every_variant_trains(method, overrides, tiny_model, tmp_path):
+    summary = train(tiny_config(tiny_model, **SHORT | overrides), str(tmp_path))
+    assert summary.startswith(f"summary method={method} ")
+    steps = [r for r in records(tmp_path) if "loss" in r]
+    assert len(steps) == 3 and all(np.isfinite(r["loss"]) for r in steps)
+    assert ("retention" in steps[0]) == ("retention" in method)
+    if overrides.get("teacher.kind") == "live":
+        # The student as it is teaches in every step: the terms stay equal, as at step 1 with any teacher that it is.
+        np.testing.assert_allclose([r["nca"] for r in steps], [r["opd"] for r in steps], rtol=1e-5)
+    if "retention" in method:
+        # At step 1 the student is the teacher in the other context too.
+        assert abs(steps[0]["retention"]) < 1e-6 < steps[2]["retention"]
+
+
+@pytest.mark.parametrize("samples", ["step", "cached"])
+def test_retention_in_two_parts_equals_the_straight_run_bitwise(samples, tiny_model, tmp_path):
+    """With an averaged teacher or with cached responses: whatever retention adds to a run's state is restored."""
+    overrides = SHORT | RETENTION | {"retention.samples": samples, "checkpoint.every": 1}
+    overrides["teacher.kind"] = {"step": "ema", "cached": "frozen"}[samples]
+    train(tiny_config(tiny_model, **overrides), str(tmp_path / "straight"))
+    parts = tmp_path / "parts"
+    train(tiny_config(tiny_model, **overrides | {"steps": 2}), str(parts))
+    assert (parts / "retention.npz").exists() == (samples == "cached")
+    train(tiny_config(tiny_model, **overrides), str(parts))
+    found, expected = ([r for r in records(w) if "loss" in r] for w in (parts, tmp_path / "straight"))
+    assert found == expected
+
+
 def test_another_checkpoint_can_teach(tiny_model, tmp_path):
     other = write_model(tmp_path / "teacher", seed=1)
     train(tiny_config(tiny_model, steps=1, **{"teacher.source": str(other)}), str(tmp_path / "run"))
@@ -246,6 +290,7 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny_mode
         ({"accumulation": 3}, "accumulation"),
         ({"domain.name": "chess"}, "chess"),
         ({"teacher.source": "nowhere"}, "nowhere"),
+        ({"retention.gamma": 0.5, "retention.contexts": ("nobody",)}, "none of plural, category, first_letter"),
     ],
 )
 def test_input_that_cannot_work_is_refused_before_anything_is_written(overrides, message, tiny_model, tmp_path):

@@ -15,37 +15,49 @@ from safetensors.numpy import load_file
 from nca_jax.models.architecture import load_architecture
 from nca_jax.models.decoder import decoder_graph, random_params
 from nca_jax.models.huggingface import load_params
-from nca_jax.objectives import Support
+from nca_jax.objectives import Divergence, Support
 from nca_jax.train_step import (
     AnchorSchedule,
     Batch,
     Objective,
+    Retained,
     Teacher,
     TrainState,
     View,
-    loss_sums,
+    make_loss_and_gradient,
     make_train_step,
     shared_prefix,
 )
+from nca_jax.vocab_loss import AnchorTerm, Terms
 
 STEP = np.load(GOLDEN / "step.npz")
 ARCH = load_architecture(GOLDEN / "llama3")
 GRAPH = decoder_graph(ARCH)
 VOCAB = ARCH.vocab_size
 
-OPD = Objective(vocab_size=VOCAB, beta=0.0, chunk_size=4)
-NCA = dataclasses.replace(OPD, beta=0.5)
-TOP8 = Support("top_k", 8, "renormalize")
+PLAIN = Terms(vocab_size=VOCAB, chunk_size=4)
+
+
+def opd(**terms) -> Objective:
+    return Objective(dataclasses.replace(PLAIN, **terms))
+
+
+def nca(beta=0.5, anchor=AnchorTerm(), schedule=AnchorSchedule(), reduction="token", **terms) -> Objective:  # noqa: B008
+    return Objective(dataclasses.replace(PLAIN, anchor=anchor, **terms), beta, schedule, reduction=reduction)
+
+
+OPD, NCA = opd(), nca()
+TOP8 = Support("student_top_k", 8, "renormalize")
 CASES = {
     "opd": OPD,
     "nca_const": NCA,
-    "nca_gated": dataclasses.replace(NCA, anchor=AnchorSchedule("gated", tau=0.25)),
-    "opd_temp07": dataclasses.replace(OPD, temperature=0.7),
-    "opd_top8": dataclasses.replace(OPD, support=TOP8),
-    "opd_top8_tail": dataclasses.replace(OPD, support=dataclasses.replace(TOP8, tail="bucket")),
-    "nca_top8": dataclasses.replace(NCA, support=TOP8),
-    "anchor_to_teacher": dataclasses.replace(OPD, divergence="forward_kl"),
-    "jsd": dataclasses.replace(OPD, divergence="jsd"),
+    "nca_gated": nca(anchor=AnchorTerm(gate_tau=0.25)),
+    "opd_temp07": opd(temperature=0.7),
+    "opd_top8": opd(support=TOP8),
+    "opd_top8_tail": opd(support=dataclasses.replace(TOP8, tail="bucket")),
+    "nca_top8": nca(support=TOP8),
+    "anchor_to_teacher": opd(first=Divergence("forward_kl")),
+    "jsd": opd(first=Divergence("jsd")),
 }
 
 
@@ -79,11 +91,10 @@ def golden_batch(rows=slice(None), split=True) -> Batch:
     return Batch(view(STEP["header"]), view(STEP["context"]), response_BxR, jnp.asarray(mask_BxR))
 
 
-def mean_loss_and_gradient(objective, params, teacher, batch):
-    (loss, sums), gradient = jax.jit(
-        jax.value_and_grad(lambda p: loss_sums(p, GRAPH, GRAPH, teacher, batch, jnp.int32(0), objective), has_aux=True)
-    )(params)
-    return loss / sums["weight"], jax.tree.map(lambda g: np.asarray(g / sums["weight"]), gradient), sums
+def mean_loss_and_gradient(objective, params, teacher, batch, accumulation=1):
+    run = jax.jit(make_loss_and_gradient(GRAPH, GRAPH, objective, accumulation))
+    loss, gradient, terms = run(TrainState(jnp.int32(0), params, None), teacher, batch)
+    return loss, jax.tree.map(np.asarray, gradient), terms
 
 
 @pytest.mark.parametrize(("case", "split"), [*((case, True) for case in CASES), ("nca_gated", False)])
@@ -103,7 +114,7 @@ def test_loss_and_gradient_equal_torch(case, split, student, teacher_params):
 
 def test_sequence_mean_equals_torch(student, teacher_params):
     teacher = make_teacher(teacher_params, STEP["context"])
-    objective = dataclasses.replace(OPD, reduction="sequence")
+    objective = Objective(PLAIN, reduction="sequence")
     loss, gradient, _ = mean_loss_and_gradient(objective, student, teacher, golden_batch())
     np.testing.assert_allclose(loss, STEP["opd_sequence_mean"], atol=1e-4)
     grad_norm = [value for name, value in STEP.items() if name.startswith("grad_norm_opd_seq")]
@@ -149,7 +160,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(reduction, student, 
     """Responses of 5, 1, 3 and 5 tokens: a mean of the micro-batches' means would differ."""
     teacher = make_teacher(teacher_params, STEP["context"])
     batch = golden_batch(np.array([0, 1, 2, 0]))
-    objective = dataclasses.replace(NCA, reduction=reduction)
+    objective = nca(reduction=reduction)
     whole, metrics = run_step(student, teacher, batch, objective)
     for parts in (2, 4):
         state, parts_metrics = run_step(student, teacher, batch, objective, accumulation=parts)
@@ -164,8 +175,10 @@ def test_an_example_counts_the_same_alone_and_among_longer_ones(student, teacher
     teacher = make_teacher(teacher_params, STEP["context"])
     _, _, together = mean_loss_and_gradient(NCA, student, teacher, golden_batch())
     alone = [mean_loss_and_gradient(NCA, student, teacher, golden_batch(slice(i, i + 1)))[2] for i in range(3)]
-    for name in ("opd", "nca", "weight"):
-        np.testing.assert_allclose(sum(s[name] for s in alone), together[name], rtol=1e-5)
+    tokens = STEP["response_length_B"]
+    for name in ("opd", "nca"):
+        sums = sum(terms[name] * n for terms, n in zip(alone, tokens, strict=True))
+        np.testing.assert_allclose(sums / tokens.sum(), together[name], rtol=1e-5)
     np.testing.assert_allclose(alone[1]["opd"], STEP["opd"][1, 0], atol=1e-4)  # a response of one token
 
 
@@ -190,14 +203,14 @@ def test_a_batch_without_response_tokens_has_loss_and_gradient_zero(student, tea
     teacher, batch = make_teacher(teacher_params, STEP["context"]), golden_batch()
     empty = batch.replace(response_mask_BxR=jnp.zeros_like(batch.response_mask_BxR))
     for reduction in ("token", "sequence"):
-        _, metrics = run_step(student, teacher, empty, dataclasses.replace(NCA, reduction=reduction))
+        _, metrics = run_step(student, teacher, empty, nca(reduction=reduction))
         assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["tokens"] == 0 and metrics["finite"] == 1
 
 
 def test_an_empty_response_has_no_weight_in_the_sequence_mean(student, teacher_params):
     teacher, batch = make_teacher(teacher_params, STEP["context"]), golden_batch()
     one_empty = batch.replace(response_mask_BxR=batch.response_mask_BxR.at[0].set(False))
-    objective = dataclasses.replace(OPD, reduction="sequence")
+    objective = Objective(PLAIN, reduction="sequence")
     loss, _, _ = mean_loss_and_gradient(objective, student, teacher, one_empty)
     expected = np.mean([STEP["opd"][1, 0], STEP["opd"][2, :3].mean()])
     np.testing.assert_allclose(loss, expected, atol=1e-4)
@@ -212,9 +225,8 @@ def test_a_non_finite_weight_is_reported(student, teacher_params):
 @pytest.mark.parametrize(("step", "weight"), [(0, 0.0), (4, 0.0), (6, 0.25), (8, 0.5), (12, 1.0), (50, 1.0)])
 def test_warm_up_of_the_anchor(step, weight, student, teacher_params):
     teacher = make_teacher(teacher_params, STEP["context"])
-    schedule = AnchorSchedule("warmup", start_step=4, warmup_steps=8)
-    _, metrics = run_step(student, teacher, golden_batch(), dataclasses.replace(NCA, anchor=schedule), step=step)
-    np.testing.assert_allclose(metrics["gate"], weight, rtol=1e-6)
+    schedule = AnchorSchedule(start_step=4, warmup_steps=8)
+    _, metrics = run_step(student, teacher, golden_batch(), nca(schedule=schedule), step=step)
     np.testing.assert_allclose(
         metrics["loss"], STEP["opd_token_mean"] + 0.5 * weight * STEP["anchor_token_mean"], atol=1e-4
     )
@@ -223,9 +235,9 @@ def test_warm_up_of_the_anchor(step, weight, student, teacher_params):
 def test_the_anchor_moves_only_the_with_context_view(student, teacher_params):
     """Its gradient, NCA minus OPD, equals that of the anchor alone, whose q_x carries none (torch's number)."""
     teacher, batch = make_teacher(teacher_params, STEP["context"]), golden_batch()
-    _, nca, _ = mean_loss_and_gradient(dataclasses.replace(NCA, beta=1.0), student, teacher, batch)
-    _, opd, _ = mean_loss_and_gradient(OPD, student, teacher, batch)
-    difference = jax.tree.map(np.subtract, nca, opd)
+    _, both, _ = mean_loss_and_gradient(nca(beta=1.0), student, teacher, batch)
+    _, first, _ = mean_loss_and_gradient(OPD, student, teacher, batch)
+    difference = jax.tree.map(np.subtract, both, first)
     np.testing.assert_allclose(optax.tree.norm(difference), STEP["grad_norm_anchor"], rtol=1e-3)
 
 
@@ -266,30 +278,148 @@ def test_the_step_equals_an_independent_implementation():
     untied = decoder_graph(dataclasses.replace(arch, tied_head=False))
     student, teacher = params | {"head": params["embedding"]}, Teacher(params, [])
 
-    def measure(**settings):
-        objective = Objective(vocab_size=arch.vocab_size, **settings)
-        (loss, sums), gradient = jax.jit(
-            jax.value_and_grad(
-                lambda p: loss_sums(p, untied, graph, teacher, batch, jnp.int32(0), objective), has_aux=True
-            )
-        )(student)
+    def measure(objective):
+        run = jax.jit(make_loss_and_gradient(untied, graph, objective))
+        loss, gradient, _ = run(TrainState(jnp.int32(0), student, None), teacher, batch)
         embedding = gradient["embedding"].at[2].set(0.0) + gradient.pop("head")
-        return loss / sums["weight"], optax.tree.norm(gradient | {"embedding": embedding}) / sums["weight"]
+        return loss, optax.tree.norm(gradient | {"embedding": embedding})
 
-    for settings, loss_key, norm_key in [
-        (dict(beta=0.0), "rev_tokmean", "gn_rev"),
-        (dict(beta=0.0, reduction="sequence"), "rev_seqmean", "gn_rev_seqmean"),
-        (dict(beta=0.0, divergence="forward_kl"), "fwd_tokmean", None),
-        (dict(beta=0.0, divergence="jsd"), "jsd_tokmean", None),
-        (dict(beta=0.0, support=Support("top_k", 100, "renormalize")), "top100_renorm", None),
-        (dict(beta=0.0, support=Support("top_k", 100, "bucket")), "top100_tail", None),
-        (dict(beta=1.0), None, "gn_nca_b1"),
+    terms = Terms(vocab_size=arch.vocab_size)
+    plain = lambda **changes: Objective(dataclasses.replace(terms, **changes))  # noqa: E731
+    for objective, loss_key, norm_key in [
+        (plain(), "rev_tokmean", "gn_rev"),
+        (Objective(terms, reduction="sequence"), "rev_seqmean", "gn_rev_seqmean"),
+        (plain(first=Divergence("forward_kl")), "fwd_tokmean", None),
+        (plain(first=Divergence("jsd")), "jsd_tokmean", None),
+        (plain(support=Support("student_top_k", 100, "renormalize")), "top100_renorm", None),
+        (plain(support=Support("student_top_k", 100, "bucket")), "top100_tail", None),
+        (Objective(dataclasses.replace(terms, anchor=AnchorTerm()), beta=1.0), None, "gn_nca_b1"),
     ]:
-        loss, norm = measure(**settings)
+        loss, norm = measure(objective)
         if loss_key:
-            np.testing.assert_allclose(loss, fixture[loss_key], atol=1e-4, err_msg=str(settings))
+            np.testing.assert_allclose(loss, fixture[loss_key], atol=1e-4, err_msg=str(objective))
         if norm_key:
-            np.testing.assert_allclose(norm, fixture[norm_key], rtol=1e-3, err_msg=str(settings))
+            np.testing.assert_allclose(norm, fixture[norm_key], rtol=1e-3, err_msg=str(objective))
+
+
+OTHER_CONTEXT = np.random.default_rng(3).integers(3, VOCAB, 7)
+
+
+def retained_batch(rows=slice(None), split=True) -> Batch:
+    """The golden examples, and the same prompts under another context with responses of their own."""
+    batch = golden_batch(rows, split)
+    own_BxP, length_B = STEP["own_BxP"][rows], STEP["own_length_B"][rows]
+    B, R = batch.response_BxR.shape
+    view = View(jnp.asarray(OTHER_CONTEXT, jnp.int32), jnp.asarray(own_BxP), jnp.asarray(length_B))
+    if not split:
+        prompt_BxP = np.concatenate([np.tile(OTHER_CONTEXT, (B, 1)), own_BxP], axis=1)
+        view = View(jnp.zeros(0, jnp.int32), jnp.asarray(prompt_BxP), jnp.asarray(length_B + len(OTHER_CONTEXT)))
+    response_BxR = jnp.asarray(np.random.default_rng(4).integers(3, VOCAB, (B, R)))
+    mask_BxR = jnp.arange(R) < jnp.array([2, R, 4, 1])[:B, None]
+    return batch.replace(retained=Retained(view, response_BxR, mask_BxR))
+
+
+def retaining(objective=NCA, gamma=0.5) -> Objective:
+    return dataclasses.replace(objective, gamma=gamma)
+
+
+def test_retention_is_a_forward_kl_on_the_other_context(student, teacher_params):
+    """Equal to a step whose only view is the other context's, with its own mean over its own tokens."""
+    batch = retained_batch()
+    kept = batch.retained
+    prefix = shared_prefix(nnx.merge(GRAPH, teacher_params), kept.view.prefix_C)
+    teacher = make_teacher(teacher_params, STEP["context"]).replace(retained_prefix=prefix)
+    loss, gradient, terms = mean_loss_and_gradient(retaining(), student, teacher, batch)
+    nca_loss, nca_gradient, _ = mean_loss_and_gradient(NCA, student, teacher, batch)
+    alone = Batch(kept.view, kept.view, kept.response_BxR, kept.response_mask_BxR)
+    kl_loss, kl_gradient, _ = mean_loss_and_gradient(
+        opd(first=Divergence("forward_kl")), student, Teacher(teacher_params, prefix), alone
+    )
+    np.testing.assert_allclose(terms["retention"], kl_loss, rtol=1e-5)
+    np.testing.assert_allclose(loss, nca_loss + 0.5 * kl_loss, rtol=1e-5)
+    for name in gradient:
+        expected = nca_gradient[name] + 0.5 * kl_gradient[name]
+        np.testing.assert_allclose(gradient[name], expected, atol=1e-5 * np.abs(expected).max() + 1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_prefixes_encoded_once_give_the_gradient_of_the_naive_repeat(accumulation, student, teacher_params):
+    """All three prefixes at once, also where the step is cut into micro-batches: the prefix is outside of the loop."""
+    rows = np.array([0, 1, 2, 1])
+    split, repeated = retained_batch(rows), retained_batch(rows, split=False)
+    model = nnx.merge(GRAPH, teacher_params)
+    prefixes = [shared_prefix(model, v.prefix_C) for v in (split.with_context, split.retained.view)]
+    found = mean_loss_and_gradient(retaining(), student, Teacher(teacher_params, *prefixes), split, accumulation)
+    expected = mean_loss_and_gradient(retaining(), student, Teacher(teacher_params, [], []), repeated)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for name, right in expected[1].items():
+        np.testing.assert_allclose(found[1][name], right, atol=1e-5 * np.abs(right).max(), err_msg=name)
+
+
+def test_the_students_prefix_is_encoded_once_for_all_micro_batches(student, teacher_params):
+    """Seen in the program: activations of the context's length exist outside of the loop over micro-batches only."""
+    batch = golden_batch(np.array([0, 1, 2, 1]))
+    teacher = make_teacher(teacher_params, STEP["context"])
+    run = make_loss_and_gradient(GRAPH, GRAPH, NCA, accumulation=4)
+    program = jax.make_jaxpr(run)(TrainState(jnp.int32(0), student, None), teacher, batch)
+    loops = [str(e) for e in program.jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == 4]
+    activations = f"f32[1,{len(STEP['context'])},{ARCH.hidden_size}]"
+    assert len(loops) == 1 and activations in str(program) and activations not in loops[0]
+
+
+def test_a_live_teacher_is_the_student_as_it_is(student):
+    live = dataclasses.replace(NCA, teacher="live")
+    loss, gradient, _ = mean_loss_and_gradient(live, student, Teacher(), golden_batch())
+    frozen = mean_loss_and_gradient(NCA, student, make_teacher(student, STEP["context"]), golden_batch())
+    np.testing.assert_allclose(loss, frozen[0], rtol=1e-6)
+    for name in gradient:
+        np.testing.assert_allclose(gradient[name], frozen[1][name], atol=1e-6, err_msg=name)
+
+
+def test_an_averaged_teacher_follows_the_student_slowly(student, teacher_params):
+    objective = dataclasses.replace(NCA, teacher="ema", ema_rate=0.25)
+    optimizer = optax.sgd(0.1)
+    step = jax.jit(make_train_step(GRAPH, GRAPH, optimizer, objective))
+    before = TrainState(jnp.int32(0), student, optimizer.init(student), teacher_params)
+    after, metrics = step(before, Teacher(), golden_batch())
+    np.testing.assert_allclose(metrics["loss"], STEP["nca_const_token_mean"], atol=1e-4)
+    for name in student:
+        expected = 0.75 * teacher_params[name] + 0.25 * after.params[name]
+        np.testing.assert_allclose(after.ema[name], expected, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_anchor_on_some_rows_is_unbiased(accumulation, student, teacher_params):
+    """Of the two halves of four examples, the mean of both losses and gradients is that of all."""
+    teacher = make_teacher(teacher_params, STEP["context"])
+    rows = np.array([0, 1, 2, 1])
+    half = dataclasses.replace(NCA, anchor_stride=2)
+    whole = mean_loss_and_gradient(NCA, student, teacher, golden_batch(rows))
+    parts = [
+        mean_loss_and_gradient(half, student, teacher, golden_batch(order), accumulation)
+        for order in (rows, rows[[1, 0, 3, 2]])
+    ]
+    assert abs(parts[0][0] - parts[1][0]) > 1e-3
+    np.testing.assert_allclose((parts[0][0] + parts[1][0]) / 2, whole[0], rtol=1e-5)
+    for name, right in whole[1].items():
+        found = (parts[0][1][name] + parts[1][1][name]) / 2
+        np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max(), err_msg=name)
+
+
+def test_fine_tuning_needs_no_teacher(student):
+    """SFT: the mean negative log-likelihood of the response's own tokens."""
+    batch = golden_batch()
+    loss, _, _ = mean_loss_and_gradient(opd(first="nll"), student, Teacher(), batch)
+    model = nnx.merge(GRAPH, student)
+    likelihood, tokens = 0.0, 0
+    for i, n in enumerate(STEP["response_length_B"]):
+        prompt = [*STEP["header"], *STEP["own_BxP"][i, : STEP["own_length_B"][i]]]
+        ids = jnp.array([[*prompt, *STEP["response_BxR"][i, :n]]])
+        hidden, _ = model(ids, jnp.arange(ids.shape[1])[None])
+        log_p = jax.nn.log_softmax(hidden[0] @ model.head_VxD.T)
+        likelihood += log_p[jnp.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]].sum()
+        tokens += n
+    np.testing.assert_allclose(loss, -likelihood / tokens, rtol=1e-5)
 
 
 def test_the_golden_files_are_what_their_script_describes():

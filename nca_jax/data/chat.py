@@ -264,15 +264,16 @@ class PackedView:
         return PackedView(self.prefix_C, self.prompt_ExP[index], self.prompt_length_E[index])
 
 
-def pack_view(prompts: Sequence[Sequence[int]], length_multiple: int = 16) -> PackedView:
+def pack_view(prompts: Sequence[Sequence[int]], length_multiple: int = 16, prefix_multiple: int = 1) -> PackedView:
     """Splits prompts into their longest common prefix and right-padded rests.
 
-    P is the longest rest, rounded up to `length_multiple`: fewer different shapes, fewer compilations.
+    P is the longest rest, rounded up to `length_multiple`: fewer different shapes, fewer compilations. C is rounded
+    down to `prefix_multiple`, so that so many devices can divide the prefix; what is left leads every rest.
     """
     shortest, longest = min(prompts), max(prompts)
     # The common prefix of all is that of the lexicographically smallest and largest.
     common = next((i for i, (a, b) in enumerate(zip(shortest, longest, strict=False)) if a != b), len(shortest))
-    common = min(common, min(map(len, prompts)) - 1)
+    common = min(common, min(map(len, prompts)) - 1) // prefix_multiple * prefix_multiple
     length_E = np.array([len(p) - common for p in prompts], np.int32)
     P = -(-int(length_E.max()) // length_multiple) * length_multiple
     prompt_ExP = np.zeros((len(prompts), P), np.int32)

@@ -2,10 +2,14 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from etils import epath
+
 from nca_jax.data.chat import Context, Message
+from nca_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,35 @@ class Domain(abc.ABC):
         """The same prompt with the context."""
         return self.context.apply(messages)
 
+    def named_contexts(self) -> Mapping[str, Context]:
+        """Contexts that a config can name, for retention; none by default."""
+        return {}
+
     def probes(self) -> Sequence[Probe]:
         """Other contexts for evaluation; none by default."""
         return ()
+
+
+def find_context(domain: Domain, name: str) -> Context:
+    """A context by the name the domain gives it, or from a file.
+
+    Args:
+      domain: whose names are looked at first.
+      name: or the path of a .json file, a list of chat messages, or of a .txt file, the text of a system message.
+
+    Raises:
+      UserError: there is no such context, or the file is not what its ending says.
+    """
+    known = domain.named_contexts()
+    if name in known:
+        return known[name]
+    path = epath.Path(name)
+    if path.suffix not in (".json", ".txt") or not path.exists():
+        raise UserError(f"context {name!r} is no .json or .txt file, and none of {', '.join(known) or 'no names'}.")
+    if path.suffix == ".txt":
+        return Context(messages=({"role": "system", "content": path.read_text().strip()},))
+    try:
+        messages = tuple({"role": m["role"], "content": m["content"]} for m in json.loads(path.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not a JSON list of messages with role and content.") from error
+    return Context(messages=messages)

@@ -6,7 +6,7 @@ else, with it (a system line and a few demonstration turns) it answers as shown.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from nca_jax.data.chat import Context
@@ -95,6 +95,9 @@ class Conventions(Domain):
             Probe("paraphrased", _context(self._convention, paraphrased=True), self.score),
             Probe("irrelevant", _context(self._irrelevant, paraphrased=False), score_irrelevant),
         )
+
+    def named_contexts(self) -> Mapping[str, Context]:
+        return {name: _context(name, paraphrased=False) for name in _CONVENTIONS}
 
     def _answer(self, convention: str, word: str) -> str:
         return _CONVENTIONS[convention].answer(self._rows[word])

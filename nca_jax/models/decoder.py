@@ -10,9 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from nca_jax.axes import constrain
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.fused_attention import attend_causal
 from nca_jax.models.rope import inverse_frequencies, rotate
 
 Params = dict[str, jax.Array]
@@ -80,6 +83,14 @@ class Past(NamedTuple):
     visible: jax.Array | None = None
 
 
+class Stream(NamedTuple):
+    """One batch for the layers: its tokens, their positions, and what lies before them."""
+
+    token_BxT: jax.Array
+    position_BxT: jax.Array
+    past: Sequence[Past] = ()
+
+
 class Decoder(nnx.Module):
     """tokens -> final hidden states; the head is applied by whoever needs logits, in chunks.
 
@@ -89,6 +100,9 @@ class Decoder(nnx.Module):
       param_dtype: dtype of the weights.
       compute_dtype: dtype of activations and matrix products; norms, softmax and rotations are float32.
       remat: a key of REMAT_POLICIES.
+      attention: `kind` of fused_attention.attend_causal, for passes of more than one token over at most shared
+        prefixes that all queries see. Any other pass, such as a decode step, is plain XLA.
+      mesh: what the arrays are split over, if anything; kernels need to know.
     """
 
     def __init__(
@@ -99,10 +113,14 @@ class Decoder(nnx.Module):
         param_dtype: jnp.dtype = jnp.float32,
         compute_dtype: jnp.dtype = jnp.float32,
         remat: str = "full",
+        attention: str = "xla",
+        mesh: Mesh | None = None,
     ):
         self.arch = arch
         self.compute_dtype = compute_dtype
         self.remat = remat
+        self.attention = attention
+        self.mesh = mesh
         for name, spec in weight_table(arch, param_dtype).items():
             setattr(self, name, nnx.Param(spec.initialiser(rngs.params(), spec.shape, spec.dtype)))
 
@@ -117,34 +135,73 @@ class Decoder(nnx.Module):
           hidden_BxTxD after the final norm, in the compute dtype, and the tokens' own keys and values, each
           [L, B, T, K, Q].
         """
-        T = token_BxT.shape[1]
-        causal_1xTxT = jnp.tril(jnp.ones((1, T, T), bool))
-        frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
-        visible = [block.visible for block in past]
+        return self.together([Stream(token_BxT, position_BxT, past)])[0]
 
-        def layer(x_BxTxD, scanned):
+    def together(
+        self, streams: Sequence[Stream], divide_tokens: bool = False
+    ) -> list[tuple[jax.Array, tuple[jax.Array, jax.Array]]]:
+        """Runs several batches, of any shapes, through each layer in turn: the weights are read once for all of them,
+        and their gradients added up layer by layer instead of as whole arrays.
+
+        Args:
+          streams: batches that do not see each other.
+          divide_tokens: for batches of one: on a mesh every device then computes its share of the tokens, if their
+            number divides, and not all of them.
+
+        Returns:
+          as `__call__`, for each stream.
+        """
+        frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
+        divided = divide_tokens and self.mesh is not None and self.mesh.size > 1
+
+        def lay_out(x_BxTxD):
+            return constrain(self.mesh, x_BxTxD, None, "prefix", None) if divided else x_BxTxD
+
+        def layer(x, scanned):
             w, past_kv = scanned
             w = {name: weight.astype(self.compute_dtype) for name, weight in w.items()}
-
-            y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
-            q_BxTxHxQ = self._project(y_BxTxD, w, "query", position_BxT, frequency)
-            k_BxTxKxQ = self._project(y_BxTxD, w, "key", position_BxT, frequency)
-            v_BxTxKxQ = self._project(y_BxTxD, w, "value")
-            blocks = [KeyBlock(k, v, seen) for (k, v), seen in zip(past_kv, visible, strict=True)]
-            attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, KeyBlock(k_BxTxKxQ, v_BxTxKxQ, causal_1xTxT)])
-            x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
-
-            y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
-            x_BxTxD += (jax.nn.silu(y_BxTxD @ w["gate"]) * (y_BxTxD @ w["up"])) @ w["down"]
-            return x_BxTxD, (k_BxTxKxQ, v_BxTxKxQ)
+            outputs = [
+                self._layer(lay_out(x_BxTxD), w, stream, kv, frequency, divided)
+                for x_BxTxD, stream, kv in zip(x, streams, past_kv, strict=True)
+            ]
+            return [x_BxTxD for x_BxTxD, _ in outputs], [kv for _, kv in outputs]
 
         table = weight_table(self.arch)
         stacked = {name: getattr(self, name)[...] for name, spec in table.items() if spec.axes[0] == "layers"}
-        past_kv = [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in past]
-        x_BxTxD = self.embedding[...][token_BxT].astype(self.compute_dtype)
+        past_kv = [
+            [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in stream.past]
+            for stream in streams
+        ]
+        x = [self.embedding[...][stream.token_BxT].astype(self.compute_dtype) for stream in streams]
+        if divided:  # or else the compiler would look for a way from rows split along D to rows split along T
+            x = [constrain(self.mesh, x_BxTxD, None, None, None) for x_BxTxD in x]
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        x_BxTxD, kv = jax.lax.scan(layer, x_BxTxD, (stacked, past_kv))
-        return self._norm(x_BxTxD, self.final_norm[...]), kv
+        x, kv = jax.lax.scan(layer, x, (stacked, past_kv))
+        return [(self._norm(x_BxTxD, self.final_norm[...]), own) for x_BxTxD, own in zip(x, kv, strict=True)]
+
+    def _layer(self, x_BxTxD, w, stream: Stream, past_kv, frequency, divided: bool):
+        """One layer on one stream; `w` are its weights and `past_kv` its keys and values of `stream.past`."""
+        T = x_BxTxD.shape[1]
+        prefixes_only = all(block.k.ndim == 4 and block.visible is None for block in stream.past)
+        y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
+        q_BxTxHxQ = self._project(y_BxTxD, w, "query", stream.position_BxT, frequency)
+        k_BxTxKxQ = self._project(y_BxTxD, w, "key", stream.position_BxT, frequency)
+        v_BxTxKxQ = self._project(y_BxTxD, w, "value")
+        # A kernel cannot be split along its queries by the compiler, plain attention can.
+        if self.attention != "xla" and T > 1 and prefixes_only and not divided:
+            prefix = KeyBlock(*map(jnp.concatenate, zip(*past_kv, strict=True))) if past_kv else None
+            attended_BxTxHxQ = attend_causal(
+                q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, prefix, kind=self.attention, mesh=self.mesh
+            )
+        else:
+            blocks = [KeyBlock(k, v, past.visible) for (k, v), past in zip(past_kv, stream.past, strict=True)]
+            own = KeyBlock(k_BxTxKxQ, v_BxTxKxQ, jnp.tril(jnp.ones((1, T, T), bool)))
+            attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, own])
+        x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
+
+        y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
+        x_BxTxD += (jax.nn.silu(y_BxTxD @ w["gate"]) * (y_BxTxD @ w["up"])) @ w["down"]
+        return x_BxTxD, (k_BxTxKxQ, v_BxTxKxQ)
 
     @property
     def head_VxD(self) -> jax.Array:
@@ -169,9 +226,16 @@ class Decoder(nnx.Module):
         return rotate(out, position_BxT, frequency)
 
 
-def decoder_graph(arch: Architecture, compute_dtype: jnp.dtype = jnp.float32, remat: str = "full") -> nnx.GraphDef:
+def decoder_graph(
+    arch: Architecture,
+    compute_dtype: jnp.dtype = jnp.float32,
+    remat: str = "full",
+    attention: str = "xla",
+    mesh: Mesh | None = None,
+) -> nnx.GraphDef:
     """The decoder without its weights; `nnx.merge(decoder_graph(...), params)` is the module."""
-    model = nnx.eval_shape(lambda: Decoder(arch, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat))
+    switches = {"compute_dtype": compute_dtype, "remat": remat, "attention": attention, "mesh": mesh}
+    model = nnx.eval_shape(lambda: Decoder(arch, rngs=nnx.Rngs(0), **switches))
     return nnx.split(model)[0]
 
 
@@ -180,8 +244,22 @@ def random_params(arch: Architecture, seed: int, dtype: jnp.dtype = jnp.float32)
     return nnx.to_pure_dict(nnx.state(Decoder(arch, rngs=nnx.Rngs(seed), param_dtype=dtype)))
 
 
-def encode_prefix(model: Decoder, prefix_C: jax.Array, past: Sequence[Past] = ()) -> Past:
-    """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once."""
-    position_1xC = jnp.arange(prefix_C.shape[0])[None]
-    _, (k_Lx1xCxKxQ, v_Lx1xCxKxQ) = model(prefix_C[None], position_1xC, past)
-    return Past(k_Lx1xCxKxQ[:, 0], v_Lx1xCxKxQ[:, 0])
+def encode_prefixes(model: Decoder, prefixes: Sequence[jax.Array]) -> list[Past]:
+    """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once.
+
+    On the model's mesh the work is divided over the devices, and each gets the keys and values of all tokens.
+
+    Args:
+      model: whose keys and values.
+      prefixes: token ids [C], of any lengths above 0.
+    """
+    streams = [Stream(prefix_C[None], jnp.arange(prefix_C.shape[0])[None]) for prefix_C in prefixes]
+    return [
+        Past(*(constrain(model.mesh, x[:, 0], None, None, "kv_heads", None) for x in kv))
+        for _, kv in model.together(streams, divide_tokens=True)
+    ]
+
+
+def encode_prefix(model: Decoder, prefix_C: jax.Array) -> Past:
+    """`encode_prefixes` of one."""
+    return encode_prefixes(model, [prefix_C])[0]

@@ -1,0 +1,160 @@
+"""What a training step is fed: prompts in every view, and responses of the student or of its teacher."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from nca_jax.data.chat import PackedView
+from nca_jax.errors import UserError
+from nca_jax.models.decoder import Params, Past
+from nca_jax.rollout import Rollout, Sampling, example_keys
+from nca_jax.sharding import batch_sharding
+from nca_jax.train_step import Batch, Retained, Teacher, TrainState, View
+
+# Folded into the keys of responses under another context, which are drawn at the same steps for the same rows.
+_RETAINED = 1 << 20
+
+
+class Teachers:
+    """The teacher as a step needs it, and its sampling; keys and values of a frozen one's contexts are made once.
+
+    Args:
+      kind: "frozen", "live" or "ema".
+      params: of a frozen teacher; the others are in the state.
+      encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
+      sample: from `rollout.make_sampler`, of the teacher's graph.
+      with_context: the prompts under the context.
+      others: the prompts under each context of retention; step k takes the k-th in turn.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        params: Params | None,
+        encode: Callable[[Params, jax.Array], list[Past]],
+        sample: Callable[..., Rollout],
+        with_context: PackedView,
+        others: Sequence[PackedView],
+    ):
+        self._kind, self._params, self._encode, self.sample = kind, params, encode, sample
+        self.with_context, self.others = with_context, others
+        self._prefixes = []
+        if kind == "frozen":
+            self._prefixes = [encode(params, jnp.asarray(view.prefix_C)) for view in (with_context, *others)]
+
+    def of_step(self, step: int) -> Teacher:
+        """The argument of the training step."""
+        if self._kind != "frozen":
+            return Teacher()
+        return Teacher(self._params, self._prefixes[0], self._prefixes[1 + self.turn(step)] if self.others else None)
+
+    def turn(self, step: int) -> int:
+        """Which context of retention step `step` takes."""
+        return (step - 1) % len(self.others) if self.others else 0
+
+    def now(self, state: TrainState | None, other: int | None = None) -> tuple[Params, list[Past]]:
+        """Weights, and the prefix of the context or of a context of retention, for sampling."""
+        if self._kind == "frozen":
+            return self._params, self._prefixes[0 if other is None else 1 + other]
+        params = state.params if self._kind == "live" else state.ema
+        view = self.with_context if other is None else self.others[other]
+        return params, self._encode(params, jnp.asarray(view.prefix_C))
+
+
+class Batches:
+    """Draws the step's responses with the training parameters and lays out the batch on the mesh."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        mesh: Mesh,
+        sample: Callable[..., Rollout],
+        encode: Callable[[Params, jax.Array], list[Past]],
+        no_context: PackedView,
+        with_context: PackedView,
+        teachers: Teachers,
+    ):
+        self._sample, self._encode, self._teachers = sample, encode, teachers
+        self._no_context, self._with_context = no_context, with_context
+        self._seed, self._shown = config.seed, min(config.log.samples, config.batch_size)
+        self._policy, self._batch_size = config.rollout.policy, config.batch_size
+        self._retention = bool(config.retention.gamma)
+        self._sampling = Sampling(float(config.rollout.temperature), float(config.rollout.top_p))
+        self._sharding = batch_sharding(mesh)
+        self._cache: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def batch(self, state: TrainState, index_B: np.ndarray, step: int) -> tuple[Batch, Rollout]:
+        """The batch of a step and the responses in it; nothing of it comes to the host."""
+        view_x, view_c = (self._place(view, index_B) for view in (self._no_context, self._with_context))
+        keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
+        if self._policy == "student":
+            prefix = self._encode(state.params, view_x.prefix_C)
+            rollout = self._draw(self._sample, state.params, prefix, view_x, keys)
+        else:
+            rollout = self._draw(self._teachers.sample, *self._teachers.now(state), view_c, keys)
+        retained = self._retained(state, index_B, step, keys) if self._retention else None
+        return Batch(view_x, view_c, rollout.response_BxR, rollout.mask_BxR, retained), rollout
+
+    def with_context(self, params: Params, index_B: np.ndarray, step: int) -> Rollout:
+        """The student's responses to the first few prompts with the context, for people to look at."""
+        rows = self._with_context.rows(index_B[: self._shown])
+        view = View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
+        keys = example_keys(self._seed, step, jnp.arange(len(rows.prompt_length_E)))
+        return self._draw(self._sample, params, self._encode(params, view.prefix_C), view, keys)
+
+    def cache_retained(self, path: epath.Path) -> None:
+        """Draws the teacher's response to every example under every context of retention, or reads them if they are
+        there: a run that is continued goes on with the same ones."""
+        if not path.exists():
+            arrays = {}
+            for i, other in enumerate(self._teachers.others):
+                E = len(other.prompt_length_E)
+                drawn = [self._all_of(other, i, first) for first in range(0, E, self._batch_size)]
+                for name, parts in zip(("response", "mask"), zip(*drawn, strict=True), strict=True):
+                    arrays[f"{name}_{i}"] = np.concatenate(parts)[:E]
+            temporary = path.with_name(path.name + ".tmp")
+            with temporary.open("wb") as file:
+                np.savez(file, **arrays)
+            temporary.replace(path)
+        try:
+            with path.open("rb") as file:
+                saved = np.load(file)
+                self._cache = [(saved[f"response_{i}"], saved[f"mask_{i}"]) for i in range(len(self._teachers.others))]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path} cannot be read ({error}); delete it, and it is made again.") from error
+
+    def _all_of(self, other: PackedView, i: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+        # Rows past the end repeat the last example: same shapes, and nothing of them is kept.
+        index_B = np.minimum(np.arange(first, first + self._batch_size), len(other.prompt_length_E) - 1)
+        keys = _retained_keys(example_keys(self._seed, 0, jnp.asarray(index_B)))
+        params, prefix = self._teachers.now(None, i)
+        rollout = self._draw(self._teachers.sample, params, prefix, self._place(other, index_B), keys)
+        return jax.device_get((rollout.response_BxR, rollout.mask_BxR))
+
+    def _retained(self, state: TrainState, index_B: np.ndarray, step: int, keys: jax.Array) -> Retained:
+        i = self._teachers.turn(step)
+        view = self._place(self._teachers.others[i], index_B)
+        if self._cache:
+            response, mask = (x[index_B] for x in self._cache[i])
+            place = self._sharding.retained
+            return Retained(view, *jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR)))
+        params, prefix = self._teachers.now(state, i)
+        rollout = self._draw(self._teachers.sample, params, prefix, view, _retained_keys(keys))
+        return Retained(view, rollout.response_BxR, rollout.mask_BxR)
+
+    def _draw(self, sample, params: Params, prefix: list[Past], view: View, keys: jax.Array) -> Rollout:
+        active_B = np.ones(view.prompt_length_B.shape[0], bool)
+        return sample(params, prefix, view.prompt_BxP, view.prompt_length_B, active_B, keys, self._sampling)
+
+    def _place(self, view: PackedView, index_B: np.ndarray) -> View:
+        rows = view.rows(index_B)
+        return jax.device_put(View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), self._sharding.no_context)
+
+
+def _retained_keys(keys: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, _RETAINED)
