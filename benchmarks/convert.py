@@ -3,7 +3,7 @@
     python -m benchmarks.convert [--preset=llama3_2_3b] [--scratch=DIR]
 
 Each command runs in a process of its own. On a CPU the mesh itself is host memory: an import cannot take less than the
-parameters it holds; what counts is the rest. An export holds no model. Needs about five times the checkpoint in
+parameters it holds; what counts is the rest. An export holds no model. Needs about six times the checkpoint in
 disk, and the float32 parameters in memory. Results: benchmarks/results/convert.json.
 """
 

@@ -1,10 +1,11 @@
 """What the shared context costs: a training step with the context encoded once, against its naive repeat per example.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.prefix [--contexts=0,256,1024] [--layers=4]
+    JAX_PLATFORMS=cpu python -m benchmarks.prefix [--contexts=0,256,1024,4096] [--layers=4]
 
 NCA step (three forward passes, gradients; no update, no rollout) of a model of SmolLM2-135M's width with fewer layers
 and random weights; batch 8, 64 prompt and 64 response tokens a view. The naive step has the context's tokens in every
-example's prompt, and gives the same loss and gradients. Both run in turn in one process; compile time is apart.
+example's prompt, and gives the same loss and gradients. Long contexts are cut into micro-batches of one example, both
+ways, as the naive scores of all eight do not fit. Both run in turn in one process; compile time is apart.
 Results: benchmarks/results/prefix.json.
 """
 
@@ -28,6 +29,7 @@ from nca_jax.vocab_loss import AnchorTerm, Terms
 
 RESULTS = Path(__file__).parent / "results" / "prefix.json"
 B, P, R = 8, 64, 64
+LONG = 2048  # context tokens from which the batch is cut
 
 
 def make_batch(context: int, vocab_size: int, shared: bool) -> Batch:
@@ -50,7 +52,8 @@ def measure(context: int, layers: int, repeats: int) -> dict:
     graph, params = decoder_graph(arch), random_params(arch, 0)
     teacher_params = random_params(arch, 1)
     objective = Objective(Terms(arch.vocab_size, anchor=AnchorTerm(), chunk_size=128), beta=0.5)
-    run = make_loss_and_gradient(graph, graph, objective)
+    accumulation = B if context >= LONG else 1
+    run = make_loss_and_gradient(graph, graph, objective, accumulation)
     state = TrainState(jnp.int32(0), params, None)
     steps, compile_seconds, results = {}, {}, {}
     for name in ("shared", "repeated"):
@@ -72,6 +75,7 @@ def measure(context: int, layers: int, repeats: int) -> dict:
     difference = max(float(np.abs(gradient[n] - right[n]).max() / np.abs(right[n]).max()) for n in right)
     return {
         "context": context,
+        "micro-batches": accumulation,
         "time ratio": round(
             statistics.median(a / b for a, b in zip(seconds["shared"], seconds["repeated"], strict=True)), 3
         ),
@@ -85,7 +89,7 @@ def measure(context: int, layers: int, repeats: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--contexts", default="0,256,1024")
+    parser.add_argument("--contexts", default="0,256,1024,4096")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()

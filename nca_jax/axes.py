@@ -1,7 +1,5 @@
 """The one table that says which mesh axes each logical axis is split over, and what follows from it."""
 
-from functools import partial
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -45,8 +43,3 @@ def constrain(mesh: Mesh | None, array: jax.Array, *axes: str | None) -> jax.Arr
         return array
     fitting = [axis if size % parts(mesh, axis) == 0 else None for size, axis in zip(array.shape, axes, strict=True)]
     return jax.lax.with_sharding_constraint(array, named(mesh, *fitting))
-
-
-def constrainer(mesh: Mesh | None) -> partial:
-    """`constrain` on one mesh."""
-    return partial(constrain, mesh)

@@ -6,7 +6,7 @@
     python -m nca_jax.convert random    --preset=NAME  --output=DIR     random weights, for trying out size and speed
 
 MODEL is what config.model.source takes: a local directory, a gs:// path, owner/name[@revision] on the Hugging Face Hub,
-a GGUF file, or a packaged model. Training reads all of these directly; importing once saves the reading in file order.
+a GGUF file, or a packaged model. Training reads all of these directly; importing keeps them converted.
 """
 
 import argparse
@@ -34,10 +34,8 @@ from nca_jax.models.huggingface import checked_tensors, equal_tensors, stored_na
 from nca_jax.models.layers import Piece
 from nca_jax.models.presets import PRESETS, TINY_PRESETS, preset, to_config
 from nca_jax.models.source import ORBAX_PARAMS, resolve
-from nca_jax.models.tensor_files import NewTensor
+from nca_jax.models.tensor_files import DTYPES, NewTensor
 from nca_jax.sharding import make_mesh, params_sharding
-
-_MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def import_model(arguments: argparse.Namespace) -> str:
@@ -105,7 +103,7 @@ def _round_trip(name: str, source: str, scratch: Path, arguments: argparse.Names
     if len({tensor.dtype for tensor in before.values()}) > 1:
         raise UserError(f"{source} mixes dtypes, and an export has one; it cannot come back bit-equal.")
     config = read_json(epath.Path(source) / "config.json")
-    dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[next(iter(before.values())).dtype]
+    dtype = str(DTYPES[next(iter(before.values())).dtype])
     imported, exported = scratch / "imported", scratch / "exported"
     mesh = make_mesh(_mesh_sizes(arguments.mesh))
     sharding = params_sharding(mesh, arch)

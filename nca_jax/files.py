@@ -9,24 +9,23 @@ from etils import epath
 
 from nca_jax.errors import UserError
 
-_BUCKETS = ("gs://", "s3://")
-
 
 def is_bucket(path: str | epath.Path) -> bool:
     """Whether a path is in an object store, where files appear whole but directories cannot be renamed."""
-    return str(path).startswith(_BUCKETS)
+    return str(path).startswith("gs://")
 
 
 @contextlib.contextmanager
 def new_model_directory(target: epath.Path, overwrite: bool = False) -> Iterator[epath.Path]:
     """A directory to fill, which becomes `target` when the block ends well and vanishes when it raises.
 
-    On a local disk it is filled under another name and renamed. In a bucket it is filled in place: write `config.json`
-    last, without which nothing reads a model directory.
+    On a local disk it is filled under another name and renamed, and what it replaces stays until then. In a bucket it
+    is filled in place, after what it replaces was deleted: write `config.json` last, without which nothing reads a
+    model directory.
 
     Args:
       target: what is to appear.
-      overwrite: replaces a model directory that is there, once the new one is complete.
+      overwrite: replaces a model directory that is there.
 
     Raises:
       UserError: `target` exists and may not be replaced.

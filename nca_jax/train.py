@@ -61,7 +61,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     graph = decoder_graph(student.arch, compute_dtype, config.model.remat, **computing)
     teacher_graph = decoder_graph(teacher_model.arch, compute_dtype, **computing)
     objective = settings.make_objective(config, vocab_size)
-    weights, teacher_weights = (params_sharding(mesh, model.arch) for model in (student, teacher_model))
+    sharding, teacher_sharding = (params_sharding(mesh, model.arch) for model in (student, teacher_model))
 
     # ---------------------------------------------------------------- data
     domain = make_domain(config.domain.name, **config.domain.settings)
@@ -90,14 +90,14 @@ def train(config: ConfigDict, workdir: str) -> str:
     train_step = make_train_step(graph, teacher_graph, optimizer, objective, config.accumulation, mesh)
     replicated = named(mesh)
     abstract_params = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=weights[name])
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding[name])
         for name, spec in weight_table(student.arch, settings.dtype(config.model.param_dtype)).items()
     }
 
     def initial_state(params):
         return TrainState(jnp.int32(0), params, optimizer.init(params), params if objective.teacher == "ema" else None)
 
-    state_sharding = like_params(jax.eval_shape(initial_state, abstract_params), weights, replicated)
+    state_sharding = like_params(jax.eval_shape(initial_state, abstract_params), sharding, replicated)
     train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, replicated))
     encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
     encode_teacher = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(teacher_graph, params), prefix_C))
@@ -131,14 +131,14 @@ def train(config: ConfigDict, workdir: str) -> str:
         indices.set_state(position["iterator"])
         spent = position["seconds"]
     else:
-        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), weights)
+        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), sharding)
         state = jax.jit(initial_state, donate_argnums=0, out_shardings=state_sharding)(params)
         start, spent = 0, 0.0
         del params  # donated
     if objective.teacher == "frozen":
         # Arrays of its own also where it starts as the student: the student's are donated to every step.
         frozen = load_weights(
-            teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teacher_weights
+            teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teacher_sharding
         )
         teacher_sample = sampler(teacher_graph, top_k=config.rollout.top_k)
         teachers = Teachers(objective.teacher, frozen, encode_teacher, teacher_sample, view_c, other_views)

@@ -18,7 +18,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nca_jax.axes import constrainer
 from nca_jax.models.decoder import Decoder, Params, Past, Stream, encode_prefix, encode_prefixes
 from nca_jax.objectives import Divergence, reduction_weights, weighted_sum
 from nca_jax.vocab_loss import Hidden, Terms, weighted_loss
@@ -170,11 +169,10 @@ def make_loss_and_gradient(
     """The step without its update, as a pure function; arguments as `make_train_step`.
 
     Returns:
-      loss_and_gradient(state, teacher, batch) -> (loss, gradient in float32 at least, terms). `state.opt_state` is not
-      looked at. The terms are means over the response tokens: "opd", "nca" (the anchor without its weight), "gate",
-      "retention".
+      loss_and_gradient(state, teacher, batch) -> (loss, gradient, terms). The gradient has the parameters' dtype, and
+      float32 where micro-batches are summed. `state.opt_state` is not looked at. The terms are means over the response
+      tokens: "opd", "nca" (the anchor without its weight), "gate", "retention".
     """
-    constrain = constrainer(mesh)
     needs_f = objective.terms.first != "nll" or (objective.beta > 0 and objective.terms.anchor.target == "teacher")
     retention = dataclasses.replace(objective.terms, first=Divergence("forward_kl"), anchor=None)
 
@@ -234,13 +232,14 @@ def make_loss_and_gradient(
             weights["response"],
             anchor_weight,
             objective.terms,
-            constrain,
+            mesh,
         )
         anchor_weights = weights["response"][every] * objective.anchor_stride
         terms = {
             "opd": weighted_sum(values.first, weights["response"]),
             "nca": weighted_sum(values.anchor, anchor_weights) if objective.beta else jnp.float32(0.0),
-            "gate": weighted_sum(values.gate, anchor_weights) if objective.beta else jnp.float32(1.0),
+            # Without an anchor 1, as the sum of the weights: so it adds up over micro-batches like the others.
+            "gate": weighted_sum(values.gate, anchor_weights) if objective.beta else weights["response"].sum(),
         }
         if objective.gamma:
             terms["retention"], _ = weighted_loss(
@@ -251,7 +250,7 @@ def make_loss_and_gradient(
                 weights["retained"],
                 0.0,
                 retention,
-                constrain,
+                mesh,
             )
             loss += objective.gamma * terms["retention"]
         return loss, jax.lax.stop_gradient(terms)
@@ -282,8 +281,6 @@ def make_loss_and_gradient(
                 return jax.tree.map(jnp.add, total, of_part(part)), None
 
             ((loss, terms), (gradient, prefix_gradient)), _ = jax.lax.scan(add, zeros, parts)
-            if not objective.beta:
-                terms["gate"] = jnp.float32(1.0)
         prefix_gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), prefix_gradient, prefixes)
         (through_prefix,) = pull_back(prefix_gradient)
         return loss, jax.tree.map(jnp.add, gradient, through_prefix), terms

@@ -14,12 +14,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from nca_jax import objectives
+from nca_jax.axes import constrain
 from nca_jax.objectives import Divergence, Support
-
-# Of a token that does not exist: exp of it is 0, and differences of two such numbers are finite.
-_NO_LOGIT = -1e4
 
 _REVERSE_KL, _FORWARD_KL, _FULL = Divergence("reverse_kl"), Divergence("forward_kl"), Support("full")
 
@@ -82,14 +81,6 @@ class TokenValues(NamedTuple):
     gate: jax.Array
 
 
-Constrain = Callable[..., jax.Array]  # (array, *logical axes) -> the array, laid out so on the mesh
-
-
-def unconstrained(array: jax.Array, *axes: str | None) -> jax.Array:
-    """On one device an array lies where it lies."""
-    return array
-
-
 def weighted_loss(
     hidden: Hidden,
     head_VxD: jax.Array,
@@ -98,7 +89,7 @@ def weighted_loss(
     weight_BxR: jax.Array,
     anchor_weight: jax.Array | float,
     terms: Terms,
-    constrain: Constrain = unconstrained,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, TokenValues]:
     """sum(weight * first) + anchor_weight * sum(weight * gate * anchor), differentiable in `hidden` and `head_VxD`.
 
@@ -113,13 +104,14 @@ def weighted_loss(
         hold.
       anchor_weight: beta, times the schedule's value at this step.
       terms: what is computed.
-      constrain: lays out chunks on a mesh: all devices that hold a part of the heads take part in every position.
+      mesh: where the arrays live; every device then takes its part of the vocabulary in all positions of its data
+        group. None: one device.
 
     Returns:
       the loss, float32, and the values it is made of.
     """
     arrays = _Arrays(hidden.f, teacher_head_VxD, token_BxR, weight_BxR, jnp.float32(anchor_weight))
-    return _fused(terms, constrain, (hidden.q_x, hidden.q_c), head_VxD, arrays)
+    return _fused(terms, mesh, (hidden.q_x, hidden.q_c), head_VxD, arrays)
 
 
 class _Arrays(NamedTuple):
@@ -133,19 +125,19 @@ class _Arrays(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(terms: Terms, constrain: Constrain, student, head_VxD, arrays: _Arrays):
-    loss, values, _ = _scan(terms, constrain, student, head_VxD, arrays, with_gradient=False)
+def _fused(terms: Terms, mesh: Mesh | None, student, head_VxD, arrays: _Arrays):
+    loss, values, _ = _scan(terms, mesh, student, head_VxD, arrays, with_gradient=False)
     return loss, values
 
 
-def _forward(terms, constrain, student, head_VxD, arrays):
-    loss, values, gradients = _scan(terms, constrain, student, head_VxD, arrays, with_gradient=True)
+def _forward(terms, mesh, student, head_VxD, arrays):
+    loss, values, gradients = _scan(terms, mesh, student, head_VxD, arrays, with_gradient=True)
     # The dtypes of the inputs are those of their gradients.
     like = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (student, head_VxD))
     return (loss, values), (gradients, like)
 
 
-def _backward(terms, constrain, residuals, cotangents):
+def _backward(terms, mesh, residuals, cotangents):
     gradients, like = residuals
     scale = cotangents[0]  # the values are for looking at
     student, head = jax.tree.map(lambda g, x: (scale * g).astype(x.dtype), gradients, like)
@@ -155,13 +147,14 @@ def _backward(terms, constrain, residuals, cotangents):
 _fused.defvjp(_forward, _backward)
 
 
-def _scan(terms: Terms, constrain: Constrain, student, head_VxD, arrays: _Arrays, with_gradient: bool):
+def _scan(terms: Terms, mesh: Mesh | None, student, head_VxD, arrays: _Arrays, with_gradient: bool):
     """Loss, values, and (with_gradient) the gradients (hidden states as `student`, head float32)."""
     B, R = arrays.weight.shape
     r = max(1, min(terms.chunk_size // B, R))
     dtype = student[0].dtype
+    lay_out = partial(constrain, mesh)
     head, teacher_head = (
-        None if w is None else constrain(w.astype(dtype), "head_vocab", None) for w in (head_VxD, arrays.teacher_head)
+        None if w is None else lay_out(w.astype(dtype), "head_vocab", None) for w in (head_VxD, arrays.teacher_head)
     )
 
     def in_chunks(x):  # [B, R, ...] -> [R / r, B, r, ...]; examples stay where they are
@@ -179,11 +172,11 @@ def _scan(terms: Terms, constrain: Constrain, student, head_VxD, arrays: _Arrays
         def rows(x, every=1):
             # Zeros in place of unused positions: whatever stood there cannot reach a gradient, not even as 0 * NaN.
             x = jnp.where(valid_BxRx1[::every], x, 0)
-            return constrain(x.reshape(-1, x.shape[-1]), "loss_rows", None)
+            return lay_out(x.reshape(-1, x.shape[-1]), "loss_rows", None)
 
         student = (rows(student[0]), None if stride is None else rows(student[1], stride))
-        logits = jax.tree.map(lambda hidden_nxD: _logits(hidden_nxD, head, constrain), student)
-        f_logits = None if f is None else _logits(rows(f), teacher_head, constrain)
+        logits = jax.tree.map(lambda hidden_nxD: _logits(hidden_nxD, head, lay_out), student)
+        f_logits = None if f is None else _logits(rows(f), teacher_head, lay_out)
 
         def loss_of(logits):
             return _chunk_loss(terms, logits, f_logits, token, weight, arrays.anchor_weight, stride)
@@ -197,22 +190,22 @@ def _scan(terms: Terms, constrain: Constrain, student, head_VxD, arrays: _Arrays
         head_gradient = _add_products(head_gradient, jax.tree.leaves(gradient), jax.tree.leaves(student))
         hidden_gradient = jax.tree.map(lambda g: product("nv,vd->nd", g, head), gradient)
         hidden_gradient = jax.tree.map(
-            lambda g: constrain(g, "loss_rows", None).reshape(-1, r, g.shape[-1]), hidden_gradient
+            lambda g: lay_out(g, "loss_rows", None).reshape(-1, r, g.shape[-1]), hidden_gradient
         )
-        return constrain(head_gradient, "head_vocab", None), (loss, values, hidden_gradient)
+        return lay_out(head_gradient, "head_vocab", None), (loss, values, hidden_gradient)
 
     start = None
     if with_gradient:
-        start = constrain(jnp.zeros(head_VxD.shape, jnp.float32), "head_vocab", None)
+        start = lay_out(jnp.zeros(head_VxD.shape, jnp.float32), "head_vocab", None)
     chunks = jax.tree.map(in_chunks, (student, arrays.f, arrays.token, arrays.weight))
     head_gradient, (loss, values, gradients) = jax.lax.scan(step, start, chunks)
     values, gradients = jax.tree.map(from_chunks, (values, gradients))
     return loss.sum(), values, (gradients, head_gradient)
 
 
-def _logits(hidden_nxD: jax.Array, head_VxD: jax.Array, constrain: Constrain) -> jax.Array:
+def _logits(hidden_nxD: jax.Array, head_VxD: jax.Array, lay_out: Callable[..., jax.Array]) -> jax.Array:
     logits_nxV = jnp.einsum("nd,vd->nv", hidden_nxD, head_VxD, preferred_element_type=jnp.float32)
-    return constrain(logits_nxV, "loss_rows", "head_vocab")
+    return lay_out(logits_nxV, "loss_rows", "head_vocab")
 
 
 def _add_products(total_VxD: jax.Array, gradients: list[jax.Array], hidden: list[jax.Array]) -> jax.Array:
@@ -237,7 +230,7 @@ def _chunk_loss(terms: Terms, logits, f_logits_nxV, token_Bxr, weight_Bxr, ancho
             return None
         logits_nxV = logits_nxV[:, :V]
         if terms.vocab_size < V:
-            logits_nxV = jnp.where(jnp.arange(V) < terms.vocab_size, logits_nxV, _NO_LOGIT)
+            logits_nxV = jnp.where(jnp.arange(V) < terms.vocab_size, logits_nxV, -jnp.inf)
         return objectives.log_probabilities(logits_nxV, terms.temperature).reshape(-1, r, V)
 
     log_p = {name: log_probabilities(x) for name, x in (("q_x", logits[0]), ("q_c", logits[1]), ("f", f_logits_nxV))}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from nca_jax.axes import constrain, constrainer, named, parts
+from nca_jax.axes import constrain, named, parts
 from nca_jax.sharding import make_mesh
 from nca_jax.vocab_loss import AnchorTerm, Hidden, Terms, weighted_loss
 
@@ -43,7 +43,7 @@ def test_in_the_loss_each_device_takes_a_part_of_the_vocabulary(mesh):
 
     def loss(q_x, head):
         hidden = Hidden(q_x, q_x * 0.5, q_x * 0.25)
-        return weighted_loss(hidden, head, head, token_BxR, weight_BxR, 0.5, terms, constrainer(mesh))[0]
+        return weighted_loss(hidden, head, head, token_BxR, weight_BxR, 0.5, terms, mesh)[0]
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden_BxRxD, head_VxD).compile().as_text()
     assert f"f32[16,{V // 8}]" in program

@@ -161,7 +161,11 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, capsys):
 
 
 def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
-    def full(*_):
+    pieces = convert.huggingface.read_pieces
+
+    def full(*arguments):
+        yield next(pieces(*arguments))  # the directory is being filled
+        assert [p.name for p in tmp_path.iterdir()] == [".out.partial"]
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(convert.huggingface, "read_pieces", full)

@@ -2,10 +2,8 @@
 
 import fnmatch
 import functools
-import hashlib
 import re
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -100,12 +98,12 @@ def stored_dtype(config: dict[str, Any]) -> str:
 
 def local_companions(directory: str) -> str:
     """A local directory with config and tokenizer files: the tokenizer library cannot read buckets."""
-    return _copy_of_bucket(directory) if is_bucket(directory) else directory
+    return _copy_of_bucket(directory).name if is_bucket(directory) else directory
 
 
-@functools.cache
-def _copy_of_bucket(directory: str) -> str:
-    copy = Path(tempfile.mkdtemp(prefix=f"nca_jax_{hashlib.sha256(directory.encode()).hexdigest()[:8]}_"))
-    copy_companions(directory, epath.Path(copy))
-    (copy / "config.json").write_bytes((epath.Path(directory) / "config.json").read_bytes())
-    return str(copy)
+@functools.cache  # so that it is copied once, and lives as long as the process
+def _copy_of_bucket(directory: str) -> tempfile.TemporaryDirectory:
+    copy = tempfile.TemporaryDirectory(prefix="nca_jax_")
+    copy_companions(directory, epath.Path(copy.name))
+    (epath.Path(copy.name) / "config.json").write_bytes((epath.Path(directory) / "config.json").read_bytes())
+    return copy

@@ -54,6 +54,21 @@ def _qwen3(**sizes: Any) -> Architecture:
     )
 
 
+def _smollm2(**sizes: Any) -> Architecture:
+    return Architecture(
+        family="llama",
+        num_kv_heads=3,
+        rope_theta=100_000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        tied_head=True,
+        qk_norm=False,
+        qkv_bias=False,
+        max_positions=8192,
+        **sizes,
+    )
+
+
 PRESETS = {
     "llama3_2_1b": _llama3(
         32.0, hidden_size=2048, num_layers=16, num_heads=32, head_dim=64, mlp_size=8192, tied_head=True
@@ -85,22 +100,8 @@ PRESETS = {
     "qwen3_1_7b": _qwen3(hidden_size=2048, num_layers=28, num_heads=16, mlp_size=6144, tied_head=True),
     "qwen3_4b": _qwen3(hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied_head=True),
     "qwen3_8b": _qwen3(hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied_head=False),
-    "smollm2_135m": Architecture(
-        family="llama",
-        vocab_size=49_152,
-        hidden_size=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        mlp_size=1536,
-        rope_theta=100_000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tied_head=True,
-        qk_norm=False,
-        qkv_bias=False,
-        max_positions=8192,
+    "smollm2_135m": _smollm2(
+        vocab_size=49_152, hidden_size=576, num_layers=30, num_heads=9, head_dim=64, mlp_size=1536
     ),
 }
 
@@ -110,19 +111,7 @@ TINY_PRESETS = {
     "tiny_llama3": _llama3(8.0, head_dim=16, tied_head=True, **_TINY | {"num_heads": 8}),
     "tiny_qwen2_5": _qwen2(num_kv_heads=2, tied_head=False, **_TINY),
     "tiny_qwen3": _qwen3(tied_head=True, **_TINY | {"num_heads": 8}),
-    "tiny_smollm2": Architecture(
-        family="llama",
-        num_kv_heads=3,
-        head_dim=16,
-        rope_theta=100_000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tied_head=True,
-        qk_norm=False,
-        qkv_bias=False,
-        max_positions=8192,
-        **_TINY | {"num_heads": 9, "hidden_size": 144},
-    ),
+    "tiny_smollm2": _smollm2(head_dim=16, **_TINY | {"num_heads": 9, "hidden_size": 144}),
 }
 
 

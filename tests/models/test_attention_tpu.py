@@ -4,6 +4,7 @@ No TPU is needed, only libtpu, in the version that jax's own `tpu` extra pins; w
 process that has loaded it keeps others out, so each compilation is a process of its own: this file, run as a script.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -27,29 +28,14 @@ def temporaries(attention: str, head_dim: int) -> int:
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh
 
-    from nca_jax.models.architecture import Architecture
     from nca_jax.models.decoder import decoder_graph, encode_prefix, weight_table
+    from nca_jax.models.presets import preset
     from nca_jax.sharding import named, params_sharding
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     mesh = Mesh(np.array(devices).reshape(1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    arch = Architecture(
-        family="llama",
-        vocab_size=256,
-        hidden_size=512,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=head_dim,
-        mlp_size=1024,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tied_head=True,
-        qk_norm=False,
-        qkv_bias=False,
-        max_positions=1024,
-    )
+    sizes = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": head_dim, "mlp_size": 1024}
+    arch = dataclasses.replace(preset("tiny_llama3"), **sizes)
     graph = decoder_graph(arch, jnp.bfloat16, attention=attention, mesh=mesh)
 
     def loss(params, prefix_C, token_BxT):
