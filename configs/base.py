@@ -17,6 +17,9 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.source = placeholder(str)  # directory, gs:// path, Hub id owner/name[@revision], packaged model
+    config.model.preset = placeholder(
+        str
+    )  # its architecture by name, for planning without it; checked when it is there
     config.model.param_dtype = "float32"  # master weights
     config.model.compute_dtype = "auto"  # bfloat16 on TPU and GPU, float32 on CPU
     config.model.attention = "auto"  # auto (splash on TPU, cudnn on GPU, xla on CPU) | xla | splash | cudnn
@@ -26,12 +29,16 @@ def get_config() -> ConfigDict:
     config.teacher.kind = "frozen"  # frozen [C] | live (the student as it is) | ema (its average)
     config.teacher.ema_rate = 0.05  # ema: share of the student that enters at each step
     config.teacher.source = placeholder(str)  # frozen: another checkpoint; unset: the student's initial weights [C]
+    config.teacher.preset = placeholder(str)  # as model.preset, of teacher.source
     config.teacher.other_template = False  # True: a teacher trained with another chat template is let pass
     config.teacher.dtype = "auto"  # bfloat16 on TPU and GPU [C], float32 on CPU
 
     config.domain = ConfigDict()
     config.domain.name = placeholder(str)
     config.domain.settings = ConfigDict()  # arguments of the domain
+
+    config.context = ConfigDict()
+    config.context.file = placeholder(str)  # .txt (a system message) or .json (messages); unset: the domain's own
 
     config.chat = ConfigDict()
     config.chat.default_system = "template"  # template | none: keep or remove what the template adds by itself
@@ -41,6 +48,9 @@ def get_config() -> ConfigDict:
     config.data = ConfigDict()
     config.data.max_prompt_tokens = 4096  # of a whole prompt, context included [C]
     config.data.too_long = "error"  # error | skip: prompts are never cut
+
+    config.data.max_train_items = placeholder(int)  # so many training examples, drawn by the seed; unset: all
+    config.data.length_multiple = 16  # prompts are padded to multiples of it: fewer shapes, fewer compilations
 
     config.rollout = ConfigDict()
     config.rollout.max_new_tokens = 512  # longest response; truncated ones are trained on [C]
@@ -86,6 +96,7 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = 1.0  # global gradient norm [C]
 
     config.evaluation = ConfigDict()
+    config.evaluation.split = "validation"  # validation | test; test only for a last number, never to choose by
     config.evaluation.every = 10  # steps; also before the first and after the last
     config.evaluation.batch_size = 32  # rows sampled at once
     config.evaluation.max_items = 500  # held-out items [C]

@@ -1,6 +1,7 @@
 """What a training step is fed: prompts in every view, and responses of the student or of its teacher."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from nca_jax.data.chat import PackedView
+from nca_jax.domains.base import Example
 from nca_jax.errors import UserError
 from nca_jax.models.decoder import Params, Past
 from nca_jax.rollout import Rollout, Sampling, example_keys
@@ -66,8 +68,26 @@ class Teachers:
         return params, self._encode(params, jnp.asarray(view.prefix_C))
 
 
+class Drawn(NamedTuple):
+    """What was drawn for a step."""
+
+    batch: Batch
+    detail: Any  # the responses, for `show`
+    metrics: dict[str, float]  # of the rollout
+
+
 class Batches:
-    """Draws the step's responses with the training parameters and lays out the batch on the mesh."""
+    """Draws the step's responses with the training parameters and lays out the batch on the mesh.
+
+    Args:
+      config: of the job.
+      mesh: of the job.
+      sample, encode: of the student, see `assembly.Answering`.
+      decode: response ids -> text.
+      examples: those that fit.
+      no_context, with_context: their prompts.
+      teachers: the teacher.
+    """
 
     def __init__(
         self,
@@ -75,11 +95,14 @@ class Batches:
         mesh: Mesh,
         sample: Callable[..., Rollout],
         encode: Callable[[Params, jax.Array], list[Past]],
+        decode: Callable[[Sequence[int]], str],
+        examples: Sequence[Example],
         no_context: PackedView,
         with_context: PackedView,
         teachers: Teachers,
     ):
-        self._sample, self._encode, self._teachers = sample, encode, teachers
+        self._sample, self._encode, self._decode, self._teachers = sample, encode, decode, teachers
+        self._examples = examples
         self._no_context, self._with_context = no_context, with_context
         self._seed, self._shown = config.seed, min(config.log.samples, config.batch_size)
         self._policy, self._batch_size = config.rollout.policy, config.batch_size
@@ -88,8 +111,8 @@ class Batches:
         self._sharding = batch_sharding(mesh)
         self._cache: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def batch(self, state: TrainState, index_B: np.ndarray, step: int) -> tuple[Batch, Rollout]:
-        """The batch of a step and the responses in it; nothing of it comes to the host."""
+    def batch(self, state: TrainState, index_B: np.ndarray, step: int) -> Drawn:
+        """The batch of a step; nothing of it comes to the host."""
         view_x, view_c = (self._place(view, index_B) for view in (self._no_context, self._with_context))
         keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
         if self._policy == "student":
@@ -98,14 +121,31 @@ class Batches:
         else:
             rollout = self._draw(self._teachers.sample, *self._teachers.now(state), view_c, keys)
         retained = self._retained(state, index_B, step, keys) if self._retention else None
-        return Batch(view_x, view_c, rollout.response_BxR, rollout.mask_BxR, retained), rollout
+        return Drawn(Batch(view_x, view_c, rollout.response_BxR, rollout.mask_BxR, retained), rollout, {})
 
-    def with_context(self, params: Params, index_B: np.ndarray, step: int) -> Rollout:
-        """The student's responses to the first few prompts with the context, for people to look at."""
-        rows = self._with_context.rows(index_B[: self._shown])
+    def show(
+        self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn
+    ) -> Callable[[], list[dict[str, str]]]:
+        """The first few prompts with a response in each view, for people to look at.
+
+        The responses with the context are drawn now, with the student that drew the others; the records are made when
+        the function that is returned is called, so that the device need not wait.
+        """
+        index = index_B[: self._shown]
+        rows = self._with_context.rows(index)
         view = View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
-        keys = example_keys(self._seed, step, jnp.arange(len(rows.prompt_length_E)))
-        return self._draw(self._sample, params, self._encode(params, view.prefix_C), view, keys)
+        keys = example_keys(self._seed, step, jnp.arange(len(index)))
+        prefix = self._encode(state.params, view.prefix_C)
+        with_context = self._draw(self._sample, state.params, prefix, view, keys)
+
+        def records() -> list[dict[str, str]]:
+            found = []
+            for i, x, c in zip(index, self._texts(drawn.detail), self._texts(with_context), strict=False):
+                example = self._examples[i]
+                found.append({"id": example.id, "prompt": example.prompt, "no_context": x, "with_context": c})
+            return found
+
+        return records
 
     def cache_retained(self, path: epath.Path) -> None:
         """Draws the teacher's response to every example under every context of retention, or reads them if they are
@@ -131,7 +171,7 @@ class Batches:
     def _all_of(self, other: PackedView, i: int, first: int) -> tuple[np.ndarray, np.ndarray]:
         # Rows past the end repeat the last example: same shapes, and nothing of them is kept.
         index_B = np.minimum(np.arange(first, first + self._batch_size), len(other.prompt_length_E) - 1)
-        keys = _retained_keys(example_keys(self._seed, 0, jnp.asarray(index_B)))
+        keys = retained_keys(example_keys(self._seed, 0, jnp.asarray(index_B)))
         params, prefix = self._teachers.now(None, i)
         rollout = self._draw(self._teachers.sample, params, prefix, self._place(other, index_B), keys)
         return jax.device_get((rollout.response_BxR, rollout.mask_BxR))
@@ -144,17 +184,22 @@ class Batches:
             place = self._sharding.retained
             return Retained(view, *jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR)))
         params, prefix = self._teachers.now(state, i)
-        rollout = self._draw(self._teachers.sample, params, prefix, view, _retained_keys(keys))
+        rollout = self._draw(self._teachers.sample, params, prefix, view, retained_keys(keys))
         return Retained(view, rollout.response_BxR, rollout.mask_BxR)
 
     def _draw(self, sample, params: Params, prefix: list[Past], view: View, keys: jax.Array) -> Rollout:
         active_B = np.ones(view.prompt_length_B.shape[0], bool)
         return sample(params, prefix, view.prompt_BxP, view.prompt_length_B, active_B, keys, self._sampling)
 
+    def _texts(self, rollout: Rollout) -> list[str]:
+        response_BxR, mask_BxR = jax.device_get((rollout.response_BxR[: self._shown], rollout.mask_BxR[: self._shown]))
+        return [self._decode(response[mask]) for response, mask in zip(response_BxR, mask_BxR, strict=True)]
+
     def _place(self, view: PackedView, index_B: np.ndarray) -> View:
         rows = view.rows(index_B)
         return jax.device_put(View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), self._sharding.no_context)
 
 
-def _retained_keys(keys: jax.Array) -> jax.Array:
+def retained_keys(keys: jax.Array) -> jax.Array:
+    """The keys of the same rows' responses under another context."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, _RETAINED)

@@ -16,12 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 
 from nca_jax.command import set_up_logging
@@ -30,11 +28,13 @@ from nca_jax.files import read_json
 from nca_jax.models import huggingface, orbax_params
 from nca_jax.models.architecture import Architecture, load_architecture
 from nca_jax.models.export import EXPORT_DTYPES, Written, export_dtype, write_huggingface, write_orbax
-from nca_jax.models.huggingface import checked_tensors, equal_tensors, stored_names, tensors_to_write
+from nca_jax.models.huggingface import checked_tensors, equal_tensors, tensors_to_write
 from nca_jax.models.layers import Piece
-from nca_jax.models.presets import PRESETS, TINY_PRESETS, preset, to_config
-from nca_jax.models.source import ORBAX_PARAMS, resolve
-from nca_jax.models.tensor_files import DTYPES, NewTensor
+from nca_jax.models.orbax_params import ORBAX_PARAMS
+from nca_jax.models.presets import PRESETS, TINY_PRESETS
+from nca_jax.models.random_model import write_random
+from nca_jax.models.source import resolve
+from nca_jax.models.tensor_files import DTYPES
 from nca_jax.sharding import make_mesh, params_sharding
 
 
@@ -73,7 +73,7 @@ def export_model(arguments: argparse.Namespace) -> str:
 
 def random_model(arguments: argparse.Namespace) -> str:
     """Random weights of a preset as a Hugging Face directory; returns the line to print."""
-    written = _write_random(
+    written = write_random(
         arguments.output,
         arguments.preset,
         arguments.dtype,
@@ -92,7 +92,7 @@ def round_trip(arguments: argparse.Namespace) -> str:
             return _round_trip(arguments.source, resolve(arguments.source), Path(scratch), arguments)
         for name in TINY_PRESETS:
             source = Path(scratch) / name
-            _write_random(str(source), name, "bfloat16", seed=0, companions=None, overwrite=False)
+            write_random(str(source), name, "bfloat16")
             lines.append(_round_trip(name, str(source), Path(scratch), arguments))
     return "\n".join(lines)
 
@@ -119,25 +119,6 @@ def _round_trip(name: str, source: str, scratch: Path, arguments: argparse.Names
     if different or before.keys() != after.keys():
         raise UserError(f"{name}: {len(different)} tensors came back changed, such as {different[:3]}; report this.")
     return f"{name}: {len(after)} tensors, {total:,} bytes of {dtype}, bit-equal after import and export"
-
-
-def _write_random(output: str, name: str, dtype: str, seed: int, companions: str | None, overwrite: bool) -> Written:
-    arch = preset(name)
-
-    def values(index: int, shape: tuple[int, ...]) -> np.ndarray:
-        # Noise also on scales and biases, which a new model starts with ones and zeros: no two tensors are alike.
-        drawn = np.random.default_rng([seed, index]).standard_normal(shape, np.float32)
-        drawn *= 0.02
-        if tensors[index].name.endswith("norm.weight"):
-            drawn += 1.0
-        return drawn
-
-    tensors = [
-        NewTensor(stored.tensor, stored.shape, partial(values, index, stored.shape))
-        for index, stored in enumerate(stored_names(arch))
-    ]
-    config = to_config(arch, dtype)
-    return write_huggingface(output, arch, tensors, config, companions, dtype=dtype, overwrite=overwrite)
 
 
 def _open_weights(arguments: argparse.Namespace) -> tuple[str, Architecture, Callable, bool]:

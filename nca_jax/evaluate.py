@@ -2,18 +2,25 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
+from nca_jax.assembly import Answering
+from nca_jax.axes import parts
 from nca_jax.data.chat import ChatFormat, PackedView, pack_view
 from nca_jax.data.pipeline import encode_pairs, fitting
 from nca_jax.domains.base import Domain, Example, Probe, Score
+from nca_jax.games.episode import Episode
 from nca_jax.metrics import accuracy, paired_metrics
 from nca_jax.models.decoder import Params, Past
+from nca_jax.multi_turn import Player, TurnTokens, transcript
 from nca_jax.rollout import Rollout, Sampling, example_keys
 
 # The two views of the training context, and the probe that is reported as other_context.
@@ -40,19 +47,36 @@ class ItemResult:
     answer: str | None  # as read from the response
     correct: bool
     length: int  # tokens, EOS included
-    truncated: bool
+    truncated: bool  # cut at the longest response
+
+
+@dataclasses.dataclass(frozen=True)
+class GameResult(ItemResult):
+    """What one game in one view was: `prompt` is its board, `answer` its ending, `length` that of all turns."""
+
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def all_probes(domain: Domain) -> list[Probe]:
+    """The views with a context that every evaluation has: the training context, and the domain's others."""
+    return [Probe(WITH_CONTEXT, domain.context, domain.score), *domain.probes()]
 
 
 def build_views(
-    chat: ChatFormat, domain: Domain, examples: Sequence[Example], max_prompt_tokens: int, too_long: str
+    chat: ChatFormat,
+    domain: Domain,
+    examples: Sequence[Example],
+    probes: Sequence[Probe],
+    max_prompt_tokens: int,
+    too_long: str,
 ) -> tuple[list[Example], list[EvaluationView]]:
-    """No context, the training context, and the domain's probes, in this order, over the examples that fit in all.
+    """No context and then each probe, over the examples that fit in all.
 
     Raises:
       UserError: as `pipeline.fitting`.
     """
-    probes = [Probe(WITH_CONTEXT, domain.context, domain.score), *domain.probes()]
-    encoded = [encode_pairs(chat, domain, examples, probe.context) for probe in probes]
+    prompts = [domain.messages(example) for example in examples]
+    encoded = [encode_pairs(chat, prompts, probe.context) for probe in probes]
     kept = fitting(examples, encoded, max_prompt_tokens, too_long)
     views = [EvaluationView(NO_CONTEXT, pack_view([encoded[0][i].no_context for i in kept]), domain.score)]
     for probe, pairs in zip(probes, encoded, strict=True):
@@ -128,8 +152,121 @@ class Evaluator:
         return results
 
 
+class GameEvaluator:
+    """Plays the same games in every view.
+
+    Args:
+      players: view name -> who plays.
+      examples: the games.
+      seed: with `rollout.example_keys`, the same keys in every view and at every step.
+    """
+
+    def __init__(self, players: Mapping[str, Player], examples: Sequence[Example], seed: int):
+        self._players, self._examples, self._seed = players, examples, seed
+
+    def __call__(self, params: Params) -> dict[str, list[GameResult]]:
+        """View name -> one result per game, in the examples' order."""
+        keys = example_keys(self._seed, 0, jnp.arange(len(self._examples)))
+        results = {}
+        for name, player in self._players.items():
+            episodes, turns = player.play(params, self._examples, keys)
+            results[name] = [
+                _game_result(name, example, episode, [turn for turn in turns if turn.game == i])
+                for i, (example, episode) in enumerate(zip(self._examples, episodes, strict=True))
+            ]
+        return results
+
+
+def make_evaluator(
+    config: ConfigDict,
+    mesh: Mesh,
+    domain: Domain,
+    chat: ChatFormat,
+    answering: Answering,
+    decode: Callable[[Sequence[int]], str],
+    probes: Sequence[Probe] | None = None,
+) -> Evaluator | GameEvaluator:
+    """The evaluation a config describes.
+
+    Args:
+      config, mesh, domain, chat, answering: of the job.
+      decode: response ids -> text to be judged.
+      probes: the views with a context; default: `all_probes`.
+
+    Raises:
+      UserError: as `build_views`, or a split that the domain does not have.
+    """
+    settings = config.evaluation
+    probes = all_probes(domain) if probes is None else probes
+    examples = domain.examples(settings.split)[: settings.max_items]
+    sample = answering.sampler(settings.top_k)
+    sampling = Sampling(float(settings.temperature), float(settings.top_p))
+    if not domain.is_multi_turn:
+        limit = (config.data.max_prompt_tokens, config.data.too_long)
+        examples, views = build_views(chat, domain, examples, probes, *limit)
+        return Evaluator(
+            sample=sample,
+            encode=answering.encode,
+            decode=decode,
+            examples=examples,
+            views=views,
+            batch_size=min(settings.batch_size, len(examples)),
+            seed=config.seed,
+            sampling=sampling,
+        )
+    # What leads the first and the last prompts leads all of them.
+    prompts = [prompt(e) for e in examples for prompt in (domain.messages, domain.last_messages)]
+    players = {}
+    for name, context in {NO_CONTEXT: None, **{probe.name: probe.context for probe in probes}}.items():
+        ids = [chat.encode(context.apply(messages) if context else messages) for messages in prompts]
+        players[name] = Player(
+            domain,
+            chat,
+            context,
+            pack_view(ids, prefix_multiple=parts(mesh, "prefix")).prefix_C,
+            sample=sample,
+            encode=answering.encode,
+            decode=decode,
+            sampling=sampling,
+            rows=min(settings.batch_size, len(examples)),
+            devices=mesh.shape["data"] * mesh.shape["fsdp"],
+            length_multiple=config.data.length_multiple,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+        )
+    return GameEvaluator(players, examples, config.seed)
+
+
+def _game_result(view: str, example: Example, episode: Episode, turns: Sequence[TurnTokens]) -> GameResult:
+    return GameResult(
+        id=example.id,
+        view=view,
+        prompt=example.prompt,
+        response=transcript(episode),
+        answer=episode.ending,
+        correct=episode.won,
+        length=sum(int(turn.mask_R.sum()) for turn in turns),
+        truncated=any(turn.truncated for turn in turns),
+        turns=[
+            {
+                "number": turn.number,
+                "response": turn.response,
+                "action": turn.action,
+                "valid": turn.valid,
+                "board": turn.board_after,
+            }
+            for turn in episode.turns
+        ],
+    )
+
+
 def summarise(results: dict[str, list[ItemResult]]) -> dict[str, float]:
-    """Metrics of an evaluation, see `metrics.paired_metrics`, and the accuracy of each further view by its name."""
+    """Metrics of an evaluation.
+
+    Returns:
+      `metrics.paired_metrics`; the accuracy of each further view by its name; and for each view the share of responses
+      that were cut ("truncated_…"), and of those that were not cut and hold no answer ("no_answer_…"). Neither is the
+      same as a wrong answer.
+    """
     without, with_context = results[NO_CONTEXT], results[WITH_CONTEXT]
     summary = paired_metrics(
         [r.correct for r in without],
@@ -141,6 +278,7 @@ def summarise(results: dict[str, list[ItemResult]]) -> dict[str, float]:
         if name not in (NO_CONTEXT, WITH_CONTEXT):
             summary[name] = accuracy([r.correct for r in items])
         summary[f"truncated_{name}"] = sum(r.truncated for r in items) / len(items)
+        summary[f"no_answer_{name}"] = sum(r.answer is None and not r.truncated for r in items) / len(items)
     return summary
 
 

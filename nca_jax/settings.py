@@ -25,6 +25,7 @@ _CHOICES = {
     "model.attention": ("auto", *ATTENTION_KINDS),
     "teacher.kind": ("frozen", "live", "ema"),
     "rollout.policy": ("student", "teacher"),
+    "evaluation.split": ("validation", "test"),
     "loss.divergence": ("reverse_kl", "forward_kl", "symmetric_kl", "jsd", "nll"),
     "loss.support": ("full", "student_top_k", "teacher_top_k"),
     "loss.tail": ("none", "renormalize", "bucket"),
@@ -37,9 +38,9 @@ _CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 _AT_LEAST = {
-    1: "steps batch_size accumulation data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
-    "anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
-    "checkpoint.keep log.samples_every log.samples",
+    1: "steps batch_size accumulation data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
+    "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items "
+    "checkpoint.every checkpoint.keep log.samples_every log.samples",
     0: "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
     "optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
@@ -70,12 +71,17 @@ def check(config: ConfigDict) -> None:
     for key in ("optimizer.b1", "optimizer.b2", "loss.jsd_weight"):
         if not flat[key] < 1:
             raise UserError(f"config.{key} is {flat[key]}; it must be below 1.")
+    if flat["data.max_train_items"] is not None and not flat["data.max_train_items"] >= 1:
+        raise UserError(
+            f"config.data.max_train_items is {flat['data.max_train_items']}; it must be at least 1, or unset."
+        )
     for key in ("model.source", "domain.name"):
         if flat[key] is None:
             raise UserError(f"config.{key} is not set; give it in the config file or as --config.{key}=…")
-    if config.batch_size % config.accumulation:
+    if rows(config) % config.accumulation:
+        turns = "" if rows(config) == config.batch_size else f" x {rows(config) // config.batch_size} turns"
         raise UserError(
-            f"config.batch_size {config.batch_size} does not divide into {config.accumulation} micro-batches; "
+            f"config.batch_size {config.batch_size}{turns} does not divide into {config.accumulation} micro-batches; "
             "choose an accumulation that divides it."
         )
     _check_objective(config)
@@ -83,9 +89,9 @@ def check(config: ConfigDict) -> None:
 
 def _check_objective(config: ConfigDict) -> None:
     """What goes together."""
-    if config.batch_size // config.accumulation % config.anchor.every:
+    if rows(config) // config.accumulation % config.anchor.every:
         raise UserError(
-            f"config.anchor.every {config.anchor.every} does not divide the {config.batch_size // config.accumulation} "
+            f"config.anchor.every {config.anchor.every} does not divide the {rows(config) // config.accumulation} "
             "rows of a micro-batch."
         )
     if config.teacher.kind != "frozen" and config.teacher.source:
@@ -98,6 +104,15 @@ def _check_objective(config: ConfigDict) -> None:
         raise UserError("config.retention.gamma and config.retention.contexts are set together or not at all.")
     if config.retention.gamma and config.retention.samples == "cached" and config.teacher.kind != "frozen":
         raise UserError("responses of a teacher that changes cannot be cached; set config.retention.samples=step.")
+    if config.retention.gamma and config.retention.samples == "cached" and rows(config) != config.batch_size:
+        raise UserError("a game's prompts are new at every step; set config.retention.samples=step.")
+    if config.data.too_long == "skip" and rows(config) != config.batch_size:
+        raise UserError("a game that has begun cannot be skipped; set config.data.too_long=error.")
+
+
+def rows(config: ConfigDict) -> int:
+    """Rows of a step's batch: its prompts, and in a game one for each turn that every game may take."""
+    return config.batch_size * config.domain.settings.get("max_turns", 1)
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

@@ -1,40 +1,40 @@
 """The training job, read top to bottom."""
 
+import json
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from flax import nnx
 from ml_collections import ConfigDict
 
 from nca_jax import settings
-from nca_jax.axes import named, parts
+from nca_jax.assembly import assemble
+from nca_jax.axes import parts
 from nca_jax.batches import Batches, Teachers
 from nca_jax.checkpoint import Checkpoints
-from nca_jax.data.chat import pack_view
-from nca_jax.data.pipeline import encode_pairs, fitting, training_indices
-from nca_jax.domains import make_domain
-from nca_jax.domains.base import find_context
+from nca_jax.data.chat import Context, pack_view
+from nca_jax.data.pipeline import encode_pairs, fitting, some_of, training_indices
+from nca_jax.domains import domain_of
+from nca_jax.domains.base import context_file, find_context
 from nca_jax.errors import UserError
-from nca_jax.evaluate import IRRELEVANT, Evaluator, build_views, summarise, write_items
+from nca_jax.evaluate import IRRELEVANT, make_evaluator, summarise, write_items
 from nca_jax.files import read_json, write_json, write_text
+from nca_jax.game_batches import GameBatches
 from nca_jax.logbook import Logbook
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import Params, decoder_graph, weight_table
+from nca_jax.models.decoder import Params
 from nca_jax.models.export import export_dtype, write_huggingface
-from nca_jax.models.fused_attention import attention_kind
 from nca_jax.models.huggingface import tensors_to_write
 from nca_jax.models.layers import pieces_of
 from nca_jax.models.model_files import copy_companions
 from nca_jax.models.source import load_weights, open_model, resolve
-from nca_jax.rollout import Rollout, Sampling, make_sampler
-from nca_jax.sharding import like_params, make_mesh, params_sharding
-from nca_jax.train_step import Batch, TrainState, make_train_step, shared_prefix
+from nca_jax.session import judged_text
+from nca_jax.sharding import make_mesh
+from nca_jax.train_step import Batch
 
 
 def train(config: ConfigDict, workdir: str) -> str:
@@ -49,23 +49,18 @@ def train(config: ConfigDict, workdir: str) -> str:
 
     # ---------------------------------------------------------------- mesh, model, teacher
     mesh = make_mesh(config.mesh)
-    if config.batch_size // config.accumulation % (mesh.shape["data"] * mesh.shape["fsdp"]):
-        raise UserError(f"config.batch_size / accumulation must divide by the data x fsdp mesh {dict(mesh.shape)}.")
     source = resolve(config.model.source)
-    student = open_model(source)
-    teacher_model = open_model(resolve(config.teacher.source)) if config.teacher.source else student
+    student = open_model(source, config.model.preset)
+    teacher_model = student
+    if config.teacher.source:
+        teacher_model = open_model(resolve(config.teacher.source), config.teacher.preset)
     student.check_same_tokenizer(teacher_model, config.teacher.other_template)
-    vocab_size = len(student.tokenizer)
-    compute_dtype = settings.dtype(config.model.compute_dtype)
-    computing = {"attention": attention_kind(config.model.attention, compute_dtype), "mesh": mesh}
-    graph = decoder_graph(student.arch, compute_dtype, config.model.remat, **computing)
-    teacher_graph = decoder_graph(teacher_model.arch, compute_dtype, **computing)
-    objective = settings.make_objective(config, vocab_size)
-    sharding, teacher_sharding = (params_sharding(mesh, model.arch) for model in (student, teacher_model))
+    job = assemble(config, student.arch, teacher_model.arch, student.eos_ids, len(student.tokenizer), mesh)
 
     # ---------------------------------------------------------------- data
-    domain = make_domain(config.domain.name, **config.domain.settings)
+    domain = domain_of(config)
     chat = student.chat_format(config.chat)
+    decode = partial(judged_text, student, chat)
     limit = (config.data.max_prompt_tokens, config.data.too_long)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > student.arch.max_positions:
@@ -73,81 +68,51 @@ def train(config: ConfigDict, workdir: str) -> str:
             f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}, beyond the model's "
             f"{student.arch.max_positions} positions; lower one of them."
         )
-    examples = domain.examples("train")
+    examples = some_of(domain.examples("train"), config.data.max_train_items, config.seed)
+    prompts = [domain.messages(example) for example in examples]
     contexts = [domain.context, *(find_context(domain, name) for name in config.retention.contexts)]
-    pairs = [encode_pairs(chat, domain, examples, context) for context in contexts]
+    pairs = [encode_pairs(chat, prompts, context) for context in contexts]
     chat.log_pair(pairs[0][0])
-    kept = fitting(examples, pairs, *limit)
-    examples = [examples[i] for i in kept]
-    pack = partial(pack_view, prefix_multiple=parts(mesh, "prefix"))
+    if domain.is_multi_turn:  # the prompts of later turns are made as games go; what leads them, and that they fit, now
+        last = [domain.last_messages(example) for example in examples]
+        pairs = [first + encode_pairs(chat, last, c) for first, c in zip(pairs, contexts, strict=True)]
+    kept = fitting([*examples, *examples][: len(pairs[0])], pairs, *limit)
+    examples = [examples[i] for i in kept if i < len(examples)]
+    pack = partial(pack_view, length_multiple=config.data.length_multiple, prefix_multiple=parts(mesh, "prefix"))
     view_x = pack([pairs[0][i].no_context for i in kept])
     view_c, *other_views = (pack([of_context[i].with_context for i in kept]) for of_context in pairs)
     indices = training_indices(len(examples), config.batch_size, config.seed)
-    items, views = build_views(chat, domain, domain.examples("validation")[: config.evaluation.max_items], *limit)
+    evaluator = make_evaluator(config, mesh, domain, chat, job.student, decode)
 
-    # ---------------------------------------------------------------- compiled functions
-    optimizer, learning_rate = settings.make_optimizer(config)
-    train_step = make_train_step(graph, teacher_graph, optimizer, objective, config.accumulation, mesh)
-    replicated = named(mesh)
-    abstract_params = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding[name])
-        for name, spec in weight_table(student.arch, settings.dtype(config.model.param_dtype)).items()
-    }
-
-    def initial_state(params):
-        return TrainState(jnp.int32(0), params, optimizer.init(params), params if objective.teacher == "ema" else None)
-
-    state_sharding = like_params(jax.eval_shape(initial_state, abstract_params), sharding, replicated)
-    train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_sharding, replicated))
-    encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
-    encode_teacher = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(teacher_graph, params), prefix_C))
-    sampler = partial(
-        make_sampler,
-        max_new_tokens=config.rollout.max_new_tokens,
-        eos_ids=student.eos_ids,
-        vocab_size=vocab_size,
-    )
-    sample = sampler(graph, top_k=config.rollout.top_k)
-    # One compiled function where both sample alike.
-    same_top_k = config.evaluation.top_k == config.rollout.top_k
-    evaluator = Evaluator(
-        sample=sample if same_top_k else sampler(graph, top_k=config.evaluation.top_k),
-        encode=encode,
-        decode=student.decode,
-        examples=items,
-        views=views,
-        batch_size=min(config.evaluation.batch_size, len(items)),
-        seed=config.seed,
-        sampling=Sampling(float(config.evaluation.temperature), float(config.evaluation.top_p)),
-    )
     # ---------------------------------------------------------------- start or resume
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, settings.fingerprint(config))
-    abstract = jax.eval_shape(initial_state, abstract_params)
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, state_sharding)
-    restored = checkpoints.restore_latest(abstract)
+    restored = checkpoints.restore_latest(job.abstract_state)
     if restored:
         state, position, start = restored
         indices.set_state(position["iterator"])
         spent = position["seconds"]
     else:
-        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), sharding)
-        state = jax.jit(initial_state, donate_argnums=0, out_shardings=state_sharding)(params)
+        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), job.student.sharding)
+        state = job.initial_state(params)
         start, spent = 0, 0.0
         del params  # donated
-    if objective.teacher == "frozen":
+    frozen, teaching = None, job.student
+    if job.objective.teacher == "frozen":
         # Arrays of its own also where it starts as the student: the student's are donated to every step.
+        teaching = job.teacher
         frozen = load_weights(
-            teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teacher_sharding
+            teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teaching.sharding
         )
-        teacher_sample = sampler(teacher_graph, top_k=config.rollout.top_k)
-        teachers = Teachers(objective.teacher, frozen, encode_teacher, teacher_sample, view_c, other_views)
-    else:
-        teachers = Teachers(objective.teacher, None, encode, sample, view_c, other_views)
-    batches = Batches(config, mesh, sample, encode, view_x, view_c, teachers)
+    top_k = config.rollout.top_k
+    teachers = Teachers(job.objective.teacher, frozen, teaching.encode, teaching.sampler(top_k), view_c, other_views)
+    fed = (config, mesh, job.student.sampler(top_k), job.student.encode, decode, examples, view_x, view_c, teachers)
+    games = {"domain": domain, "chat": chat, "others": contexts[1:]}
+    batches = GameBatches(*fed, **games) if domain.is_multi_turn else Batches(*fed)
+    _keep_context(workdir / "context.json", domain.context)
     write_json(workdir / "config.json", config.to_dict())
     model_config = _keep_small_files(student.directory, workdir / "model")
-    if config.retention.samples == "cached" and objective.gamma:
+    if config.retention.samples == "cached" and job.objective.gamma:
         batches.cache_retained(workdir / "retention.npz")
     logbook = Logbook(workdir, start if restored else None, config.steps)
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
@@ -168,23 +133,16 @@ def train(config: ConfigDict, workdir: str) -> str:
     # ---------------------------------------------------------------- the loop
     if start == 0:
         evaluate(0)
-    steps = _StepLog(logbook, learning_rate, start, config.steps, partial(_stop_not_finite, workdir, checkpoints))
+    steps = _StepLog(logbook, job.learning_rate, start, config.steps, partial(_stop_not_finite, workdir, checkpoints))
     for step in range(start + 1, config.steps + 1):
         index = next(indices)
-        batch, rollout = batches.batch(state, index, step)
+        drawn = batches.batch(state, index, step)
         sample_step = step % config.log.samples_every == 0
-        with_context = batches.with_context(state.params, index, step) if sample_step else None
-        state, metrics = train_step(state, teachers.of_step(step), batch)
-        steps.dispatched(_Dispatched(step, metrics, batch))
-        if sample_step:
-            texts = zip(*(_texts(student.decode, r) for r in (rollout, with_context)), strict=False)
-            logbook.samples(
-                step,
-                [
-                    {"id": examples[i].id, "prompt": examples[i].prompt, "no_context": x, "with_context": c}
-                    for i, (x, c) in zip(index, texts, strict=False)
-                ],
-            )
+        records = batches.show(state, index, step, drawn) if sample_step else None
+        state, metrics = job.train_step(state, teachers.of_step(step), drawn.batch)
+        steps.dispatched(_Dispatched(step, metrics | drawn.metrics, drawn.batch))
+        if records:
+            logbook.samples(step, records())
         last = step == config.steps
         if last or step % config.evaluation.every == 0:
             steps.settle()
@@ -218,6 +176,18 @@ def _keep_small_files(source: str, target: epath.Path) -> dict[str, Any]:
         copy_companions(source, target)
         write_json(target / "config.json", config)
     return config
+
+
+def _keep_context(path: epath.Path, context: Context) -> None:
+    """The context as it is trained with, in the form that `context.file` reads.
+
+    Raises:
+      UserError: the run was started with another one.
+    """
+    messages = [dict(message) for message in context_file(context)]
+    if path.exists() and json.loads(path.read_text()) != messages:
+        raise UserError(f"{path} is another context than the one given now; use another --workdir, or that context.")
+    write_json(path, messages)
 
 
 def _export(config: ConfigDict, workdir: epath.Path, arch: Architecture, params: Params, model_config: dict) -> None:
@@ -299,11 +269,6 @@ class _StepLog:
         self._logbook.metrics(last.step, values)
         seconds_left = self._training_seconds / (last.step - self._start) * (self._total - last.step)
         self._logbook.progress(last.step, values, values["time/tokens_per_second"], seconds_left)
-
-
-def _texts(decode: Callable, rollout: Rollout) -> list[str]:
-    response_BxR, mask_BxR = jax.device_get((rollout.response_BxR, rollout.mask_BxR))
-    return [decode(response[mask]) for response, mask in zip(response_BxR, mask_BxR, strict=True)]
 
 
 def _stop_not_finite(workdir: epath.Path, checkpoints: Checkpoints, bad: _Dispatched, values: dict) -> None:

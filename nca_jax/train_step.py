@@ -8,6 +8,7 @@ last term (ours) is retention: f' and g are teacher and student with another con
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -278,7 +279,14 @@ def make_loss_and_gradient(
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
 
             def add(total, part):
-                return jax.tree.map(jnp.add, total, of_part(part)), None
+                # Turns that no game has played are rows without a token, all in the last parts, which cost nothing.
+                masks = [weight.any() for weight in jax.tree.leaves(part[1])]
+                grown = jax.lax.cond(
+                    functools.reduce(jnp.logical_or, masks),
+                    lambda: jax.tree.map(jnp.add, total, of_part(part)),
+                    lambda: total,
+                )
+                return grown, None
 
             ((loss, terms), (gradient, prefix_gradient)), _ = jax.lax.scan(add, zeros, parts)
         prefix_gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), prefix_gradient, prefixes)

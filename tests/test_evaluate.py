@@ -12,7 +12,7 @@ from nca_jax.data.chat import ChatFormat, pack_view
 from nca_jax.domains import make_domain
 from nca_jax.domains.base import Example, Score
 from nca_jax.errors import UserError
-from nca_jax.evaluate import EvaluationView, Evaluator, ItemResult, build_views, summarise, write_items
+from nca_jax.evaluate import EvaluationView, Evaluator, ItemResult, all_probes, build_views, summarise, write_items
 from nca_jax.rollout import Rollout, Sampling, example_keys
 
 EOS, R = 0, 4
@@ -119,6 +119,10 @@ def test_summary_has_pair_metrics_and_the_accuracy_of_further_views():
         "truncated_with_context": 0.5,
         "truncated_paraphrased": 0.0,
         "truncated_irrelevant": 0.0,
+        "no_answer_no_context": 0.0,
+        "no_answer_with_context": 0.0,
+        "no_answer_paraphrased": 0.0,
+        "no_answer_irrelevant": 0.0,
     }
 
 
@@ -138,7 +142,7 @@ def test_one_line_an_item_and_view_and_nothing_else_is_left(tmp_path):
 def test_views_are_without_and_with_the_context_and_the_probes_over_items_that_fit_in_all():
     chat, domain = ChatFormat(byte_tokenizer()), make_domain("conventions")
     examples = domain.examples("validation")[:5]
-    items, views = build_views(chat, domain, examples, 4096, "error")
+    items, views = build_views(chat, domain, examples, all_probes(domain), 4096, "error")
     assert items == examples
     assert [view.name for view in views] == ["no_context", "with_context", "paraphrased", "irrelevant"]
     contexts = [None, domain.context, *(probe.context for probe in domain.probes())]
@@ -156,8 +160,8 @@ def test_items_too_long_in_any_view_are_left_out_of_all():
     contexts = [domain.context, *(probe.context for probe in domain.probes())]
     overhead = max(len(chat.view_pair([{"role": "user", "content": "x"}], c).with_context) for c in contexts) - 1
     examples = [Example(word, word, f"{word}s") for word in ("ape", "squid", "monkey")]
-    items, views = build_views(chat, domain, examples, overhead + 5, "skip")
+    items, views = build_views(chat, domain, examples, all_probes(domain), overhead + 5, "skip")
     assert items == examples[:2]
     assert {len(view.view.prompt_length_E) for view in views} == {2}
     with pytest.raises(UserError, match="max_prompt_tokens"):
-        build_views(chat, domain, examples, overhead + 5, "error")
+        build_views(chat, domain, examples, all_probes(domain), overhead + 5, "error")

@@ -15,8 +15,7 @@ from conftest import TINY_CONFIG, write_model
 from safetensors.numpy import load_file, save_file
 
 from configs import conventions
-from nca_jax import convert
-from nca_jax import train as train_module
+from nca_jax import assembly, convert
 from nca_jax.errors import UserError
 from nca_jax.models.source import open_model
 from nca_jax.train import train
@@ -259,7 +258,7 @@ def test_the_end_is_exported_by_config_and_any_checkpoint_by_command(finished, t
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny_model, tmp_path, monkeypatch):
-    real = train_module.make_train_step
+    real = assembly.make_train_step
 
     def breaks_at_step_four(*args, **kwargs):
         step = real(*args, **kwargs)
@@ -272,7 +271,7 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny_mode
 
         return broken
 
-    monkeypatch.setattr(train_module, "make_train_step", breaks_at_step_four)
+    monkeypatch.setattr(assembly, "make_train_step", breaks_at_step_four)
     with pytest.raises(UserError, match=r"step 4: .* not finite"):
         train(tiny_config(tiny_model, **{"checkpoint.every": 2}), str(tmp_path))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]

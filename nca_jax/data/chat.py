@@ -74,6 +74,11 @@ class ChatFormat:
     Raises:
       UserError: the tokenizer has no template, the date is not one, or "none" is asked of a template whose additions
         cannot be told apart.
+
+    Attributes:
+      added_text: what the template adds before a prompt by itself.
+      opened: "<think>" if the generation prompt leaves a thinking block open, so that the response begins inside it;
+        else "". Responses are judged with it in front.
     """
 
     def __init__(
@@ -99,6 +104,8 @@ class ChatFormat:
         self._around: dict[Any, tuple[str, str]] = {}
         self._removed: list[tuple[str, str]] = []  # (leading text, what stands there instead)
         self.added_text = self._find_additions(remove=default_system == "none")
+        tail = self.render([{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
+        self.opened = "<think>" if tail.rfind("<think>") > tail.rfind("</think>") else ""
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of a prompt, generation prompt included."""
@@ -274,9 +281,15 @@ def pack_view(prompts: Sequence[Sequence[int]], length_multiple: int = 16, prefi
     # The common prefix of all is that of the lexicographically smallest and largest.
     common = next((i for i, (a, b) in enumerate(zip(shortest, longest, strict=False)) if a != b), len(shortest))
     common = min(common, min(map(len, prompts)) - 1) // prefix_multiple * prefix_multiple
-    length_E = np.array([len(p) - common for p in prompts], np.int32)
-    P = -(-int(length_E.max()) // length_multiple) * length_multiple
-    prompt_ExP = np.zeros((len(prompts), P), np.int32)
-    for row, prompt in zip(prompt_ExP, prompts, strict=True):
-        row[: len(prompt) - common] = prompt[common:]
+    prompt_ExP, length_E = pad_prompts([prompt[common:] for prompt in prompts], length_multiple)
     return PackedView(np.array(prompts[0][:common], np.int32), prompt_ExP, length_E)
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], length_multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded prompts [N, P], P a multiple of `length_multiple`, and their lengths [N], both int32."""
+    length_N = np.array([len(prompt) for prompt in prompts], np.int32)
+    P = -(-int(length_N.max()) // length_multiple) * length_multiple
+    prompt_NxP = np.zeros((len(prompts), P), np.int32)
+    for row, prompt in zip(prompt_NxP, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return prompt_NxP, length_N

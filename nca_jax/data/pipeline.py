@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import grain.python as grain
 import numpy as np
 
-from nca_jax.data.chat import ChatFormat, Context, ViewPair
-from nca_jax.domains.base import Domain, Example
+from nca_jax.data.chat import ChatFormat, Context, Message, ViewPair
+from nca_jax.domains.base import Example
 from nca_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 
-def encode_pairs(chat: ChatFormat, domain: Domain, examples: Sequence[Example], context: Context) -> list[ViewPair]:
-    """Both views of every example, each proved to differ in the context only."""
-    return [chat.view_pair(domain.messages(example), context) for example in examples]
+def encode_pairs(chat: ChatFormat, prompts: Sequence[Sequence[Message]], context: Context) -> list[ViewPair]:
+    """Both views of every prompt, each proved to differ in the context only."""
+    return [chat.view_pair(messages, context) for messages in prompts]
 
 
 def fitting(
@@ -40,6 +40,14 @@ def fitting(
             raise UserError(f"{what} (longest: {examples[worst].id!r}, {length[worst]}); raise it or shorten them.")
         _log.warning("%s and are skipped (data.too_long=skip)", what)
     return kept
+
+
+def some_of(examples: Sequence[Example], count: int | None, seed: int) -> Sequence[Example]:
+    """At most `count` of the examples, drawn by the seed, in their order; None: all of them."""
+    if count is None or count >= len(examples):
+        return examples
+    chosen = np.random.default_rng(seed).permutation(len(examples))[:count]
+    return [examples[i] for i in sorted(chosen)]
 
 
 def training_indices(num_examples: int, batch_size: int, seed: int) -> grain.DatasetIterator:

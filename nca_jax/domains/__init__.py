@@ -1,10 +1,21 @@
 """Domains by name."""
 
-from nca_jax.domains.base import Domain
+from ml_collections import ConfigDict
+
+from nca_jax.domains.base import Domain, find_context
 from nca_jax.domains.conventions import Conventions
+from nca_jax.domains.games import Frozenlake, Sokoban
+from nca_jax.domains.medmcqa import Medmcqa
+from nca_jax.domains.safety import Safety
 from nca_jax.errors import UserError
 
-_DOMAINS = {"conventions": Conventions}
+_DOMAINS = {
+    "conventions": Conventions,
+    "frozenlake": Frozenlake,
+    "medmcqa": Medmcqa,
+    "safety": Safety,
+    "sokoban": Sokoban,
+}
 
 
 def make_domain(name: str, **settings) -> Domain:
@@ -19,3 +30,15 @@ def make_domain(name: str, **settings) -> Domain:
         return _DOMAINS[name](**settings)
     except TypeError as error:
         raise UserError(f"domain {name!r} does not take these settings: {error}.") from error
+
+
+def domain_of(config: ConfigDict) -> Domain:
+    """The domain a config names, with the context it names.
+
+    Raises:
+      UserError: as `make_domain` and `base.find_context`.
+    """
+    domain = make_domain(config.domain.name, **config.domain.settings)
+    if config.context.file:
+        domain.context = find_context(domain, config.context.file)
+    return domain

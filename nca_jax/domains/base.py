@@ -41,11 +41,15 @@ class Domain(abc.ABC):
     """A task whose answers a context makes better. A new domain is a subclass in a file of its own."""
 
     context: Context
-    is_multi_turn = False
+    is_multi_turn = False  # True: a game, see `domains.games.BoardGame`
 
     @abc.abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of "train" or "validation"; no example is in both."""
+        """The examples of "train", "validation" or "test"; no example is in two of them.
+
+        Raises:
+          UserError: the domain has no such split.
+        """
 
     @abc.abstractmethod
     def score(self, example: Example, response_text: str) -> Score:
@@ -73,7 +77,8 @@ def find_context(domain: Domain, name: str) -> Context:
 
     Args:
       domain: whose names are looked at first.
-      name: or the path of a .json file, a list of chat messages, or of a .txt file, the text of a system message.
+      name: or the path of a .json file, a list of chat messages (a last one of role "block" is text that goes before
+        the prompt in its own message), or of a .txt file, the text of a system message.
 
     Raises:
       UserError: there is no such context, or the file is not what its ending says.
@@ -87,7 +92,13 @@ def find_context(domain: Domain, name: str) -> Context:
     if path.suffix == ".txt":
         return Context(messages=({"role": "system", "content": path.read_text().strip()},))
     try:
-        messages = tuple({"role": m["role"], "content": m["content"]} for m in json.loads(path.read_text()))
+        messages = [{"role": m["role"], "content": m["content"]} for m in json.loads(path.read_text())]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is not a JSON list of messages with role and content.") from error
-    return Context(messages=messages)
+    block = messages.pop()["content"] if messages and messages[-1]["role"] == "block" else ""
+    return Context(messages=tuple(messages), block=block)
+
+
+def context_file(context: Context) -> list[Message]:
+    """What a .json file of this context holds; `find_context` reads it."""
+    return [*context.messages, *([{"role": "block", "content": context.block}] if context.block else [])]

@@ -78,10 +78,13 @@ class Conventions(Domain):
 
     def examples(self, split: str) -> Sequence[Example]:
         words = list(self._rows)
-        start, stop = {
+        parts = {
             "train": (_DEMONSTRATIONS, _DEMONSTRATIONS + _TRAINING),
             "validation": (_DEMONSTRATIONS + _TRAINING, len(words)),
-        }[split]
+        }
+        if split not in parts:
+            raise UserError(f"conventions has no {split} split; set config.evaluation.split=validation.")
+        start, stop = parts[split]
         return [Example(word, word, self._answer(self._convention, word)) for word in words[start:stop]]
 
     def score(self, example: Example, response_text: str) -> Score:

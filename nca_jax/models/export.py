@@ -11,8 +11,7 @@ from nca_jax.files import new_model_directory, write_json
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.layers import Piece
 from nca_jax.models.model_files import copy_companions, export_config, stored_dtype
-from nca_jax.models.orbax_params import save_pieces
-from nca_jax.models.source import ORBAX_PARAMS
+from nca_jax.models.orbax_params import ORBAX_PARAMS, save_pieces
 from nca_jax.models.tensor_files import DTYPES, NewTensor, write_tensors
 
 EXPORT_DTYPES = ("source", *(str(dtype) for dtype in DTYPES.values()))

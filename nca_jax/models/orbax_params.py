@@ -19,6 +19,9 @@ from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import weight_table
 from nca_jax.models.layers import Piece, is_stacked, layer_sharding, layer_spec, piece_names
 
+# Where `convert import` puts the weights, beside the checkpoint's other files.
+ORBAX_PARAMS = "params"
+
 
 def save_pieces(directory: epath.Path, pieces: Iterable[Piece]) -> tuple[int, int]:
     """Writes the weights; returns when they are committed: (number of arrays, their bytes).

@@ -40,17 +40,16 @@ def _qwen2(**sizes: Any) -> Architecture:
 
 
 def _qwen3(**sizes: Any) -> Architecture:
+    defaults = {"vocab_size": 151_936, "rope_theta": 1_000_000.0, "max_positions": 40_960}
     return Architecture(
         family="qwen3",
         num_kv_heads=8,
         head_dim=128,
-        rope_theta=1_000_000.0,
         rope_scaling=None,
         rms_norm_eps=1e-6,
         qk_norm=True,
         qkv_bias=False,
-        max_positions=40_960,
-        **{"vocab_size": 151_936} | sizes,
+        **defaults | sizes,
     )
 
 
@@ -99,6 +98,16 @@ PRESETS = {
     ),
     "qwen3_1_7b": _qwen3(hidden_size=2048, num_layers=28, num_heads=16, mlp_size=6144, tied_head=True),
     "qwen3_4b": _qwen3(hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied_head=True),
+    # The 2507 releases of the same sizes reach further.
+    "qwen3_4b_2507": _qwen3(
+        hidden_size=2560,
+        num_layers=36,
+        num_heads=32,
+        mlp_size=9728,
+        tied_head=True,
+        rope_theta=5_000_000.0,
+        max_positions=262_144,
+    ),
     "qwen3_8b": _qwen3(hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied_head=False),
     "smollm2_135m": _smollm2(
         vocab_size=49_152, hidden_size=576, num_layers=30, num_heads=9, head_dim=64, mlp_size=1536

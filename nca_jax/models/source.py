@@ -20,12 +20,12 @@ from nca_jax.models.decoder import Params
 from nca_jax.models.gguf import convert_to_hf_directory
 from nca_jax.models.layers import stack
 from nca_jax.models.model_files import fetch_from_hub, local_companions, looks_like_hub_id
+from nca_jax.models.orbax_params import ORBAX_PARAMS
 from nca_jax.models.packaged import PACKAGED, model_directory
+from nca_jax.models.presets import TINY_PRESETS, preset
+from nca_jax.models.random_model import tiny_model
 
 _log = logging.getLogger(__name__)
-
-# Where `convert import` puts the weights, beside the checkpoint's other files.
-ORBAX_PARAMS = "params"
 
 
 @dataclasses.dataclass
@@ -85,9 +85,9 @@ class Model:
 def resolve(source: str) -> str:
     """The directory a config's `source` means, local or in a bucket, ready for `open_model`.
 
-    A source is a packaged model's name, a GGUF file, a directory (Hugging Face's or one of `convert import`), a gs://
-    path of such a directory, or `owner/name[@revision]` on the Hugging Face Hub. A GGUF file is converted once, into a
-    directory beside it, and again if the file is newer.
+    A source is a packaged model's name, a tiny preset's (random weights, made in the cache), a GGUF file, a directory
+    (Hugging Face's or one of `convert import`), a gs:// path of such a directory, or `owner/name[@revision]` on the
+    Hugging Face Hub. A GGUF file is converted once, into a directory beside it, and again if the file is newer.
 
     Raises:
       UserError: there is no such thing.
@@ -97,6 +97,8 @@ def resolve(source: str) -> str:
         if not directory.exists():
             raise UserError(f"model {source!r} is not in the cache yet; run: python -m nca_jax.models.packaged")
         return str(directory)
+    if source in TINY_PRESETS:
+        return str(tiny_model(source))
     if is_bucket(source):
         try:
             found = (epath.Path(source) / "config.json").exists()
@@ -119,20 +121,32 @@ def resolve(source: str) -> str:
     if looks_like_hub_id(source) and not path.parent.exists():
         return fetch_from_hub(source)
     raise UserError(
-        f"model {source!r} is no directory, GGUF file, gs:// path, Hub id owner/name or packaged model "
-        f"({', '.join(PACKAGED)})."
+        f"model {source!r} is no directory, GGUF file, gs:// path, Hub id owner/name, packaged model "
+        f"({', '.join(PACKAGED)}) or tiny random one ({', '.join(TINY_PRESETS)})."
     )
 
 
-def open_model(directory: str) -> Model:
-    """Architecture, tokenizer and end tokens of a model directory, from `resolve`.
+def open_model(directory: str, expected: str | None = None) -> Model:
+    """Architecture, tokenizer and end tokens of a model directory.
+
+    Args:
+      directory: from `resolve`.
+      expected: name of a preset that the architecture must be equal to.
 
     Raises:
-      UserError: as the readers of each file.
+      UserError: as the readers of each file; or another architecture than the preset's.
     """
     from transformers import AutoTokenizer  # takes a second to import; errors above come first
 
     arch = load_architecture(directory)
+    if expected and arch != preset(expected):
+        different = [
+            f.name for f in dataclasses.fields(arch) if getattr(arch, f.name) != getattr(preset(expected), f.name)
+        ]
+        raise UserError(
+            f"{directory} is not the {expected} that the config names ({', '.join(different)} differ); set "
+            "config.model.preset or config.teacher.preset to its own, or to none."
+        )
     files = local_companions(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(files, trust_remote_code=False, local_files_only=True)

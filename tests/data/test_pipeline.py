@@ -51,7 +51,7 @@ def test_skipping_all_examples_is_an_error():
 
 def test_nothing_is_cut():
     chat, domain = ChatFormat(byte_tokenizer()), make_domain("conventions")
-    encoded = encode_pairs(chat, domain, EXAMPLES, domain.context)
+    encoded = encode_pairs(chat, [domain.messages(e) for e in EXAMPLES], domain.context)
     kept = fitting(EXAMPLES, [encoded], len(encoded[0].with_context), "skip")
     assert [EXAMPLES[i].prompt for i in kept] == ["one", "two"]
     for example, pair in zip(EXAMPLES, encoded, strict=True):

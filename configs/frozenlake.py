@@ -1,0 +1,45 @@
+"""FrozenLake, 3 x 3 with 2 holes, with experience as the context: two reference settings, and two for a laptop.
+
+    python -m nca_jax.domains.experience --config=configs/frozenlake.py:self --output=experience/frozenlake
+    python -m nca_jax.main --config=configs/frozenlake.py:self --config.context.file=experience/frozenlake/context.json
+
+| setting | student | teacher | meant for | static bytes a chip | time for 50 steps |
+|---|---|---|---|---|---|
+| `self` (default) | Qwen3-1.7B, thinking | the same | TPU v5e-16 | 1.9 GB | STEP1 |
+| `cross` | Qwen3-1.7B, thinking | Qwen3-4B | TPU v5e-16 | 2.2 GB | STEP1X |
+| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop, 16 GB | | minutes |
+| `tiny` | random weights | the same | anything | | a minute |
+
+NOTE
+
+From OPCD's code: 64 games a step of at most five turns, every turn an example of at most 1024 tokens at temperature 0.7,
+50 steps; evaluated on 128 games, once, at temperature 0.7, top-p 0.8, top-k 20; experience of at most 8192 tokens. From
+notes on NCA: the cross setting, beta 0.5, the student's top 256 renormalised. Inferred: which Qwen3-4B teaches.
+
+The reference's 3 x 3 boards with 2 holes are only 19 that can be won, so its training and test games share boards. Here no
+board is in two splits, and held-out games repeat the few held-out boards with other random numbers. For more boards:
+`--config.domain.settings.size=4 --config.domain.settings.holes=3 --config.domain.settings.max_turns=8`.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.ablations import check_setting, split_setting
+from configs.games import game_config
+from configs.models import set_teacher
+
+_STUDENTS = {"self": "qwen3_1_7b", "cross": "qwen3_1_7b", "smollm2_135m": "smollm2_135m", "tiny": "tiny"}
+
+
+def get_config(setting: str = "self") -> ConfigDict:
+    """`setting` is one of the table's, and ablations."""
+    name, ablations = split_setting(setting)
+    check_setting(name, _STUDENTS)
+    config = game_config("frozenlake", _STUDENTS[name], ablations=ablations)
+    config.domain.settings.size = 3  # rows and columns [C]
+    config.domain.settings.holes = 2  # [C]
+    if name in ("self", "cross"):
+        config.optimizer.learning_rate = 5e-6  # [C]
+        config.chat.template_kwargs.enable_thinking = True  # [C]
+    if name == "cross":
+        set_teacher(config, "qwen3_4b")  # [N]; the hybrid one, whose template is the student's: inferred
+    return config

@@ -1,0 +1,30 @@
+"""MedMCQA with a system prompt: four reference settings, and two for a laptop.
+
+    python -m nca_jax.data.prepare --domain=medmcqa --source=YOUR_COPY --data_dir=data
+    python -m nca_jax.main --config=configs/medmcqa.py:llama3_2_3b --config.domain.settings.data_dir=data
+
+| setting | model | meant for | static bytes a chip | time for 50 steps |
+|---|---|---|---|---|
+| `llama3_2_3b` (default) | Llama-3.2-3B-Instruct | TPU v5e-16 | 3.6 GB | STEP3 |
+| `llama3_1_8b` | Llama-3.1-8B-Instruct | TPU v5e-16 | 9.0 GB | STEP8 |
+| `qwen2_5_7b` | Qwen2.5-7B-Instruct | TPU v5e-16 | 8.6 GB | STEP7 |
+| `qwen3_8b` | Qwen3-8B | TPU v5e-16 | 9.2 GB | STEP8Q |
+| `smollm2_135m` | SmolLM2-135M-Instruct | a laptop, 16 GB | | minutes |
+| `tiny` | random weights, made-up questions | anything | | a minute |
+
+NOTE
+
+From OPCD's code: 128 prompts a step, one response of at most 512 tokens each at temperature 1, 50 steps, AdamW, evaluated
+on 500 held-out questions once at temperature 1, top-p 0.95, top-k 20. From notes on NCA: beta 0.5, the student's top 256
+renormalised. Inferred: that Llama-3.1-8B is the fourth model; which models take 1e-6; no thinking for Qwen3; the context,
+which is ours (`--config.context.file=` takes yours). Ablations are added with a plus, `:qwen3_8b+dual`: see ablations.py.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.questions import question_config
+
+
+def get_config(setting: str = "llama3_2_3b") -> ConfigDict:
+    """`setting` is one of the table's, and ablations."""
+    return question_config("medmcqa", setting)

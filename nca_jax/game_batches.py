@@ -1,0 +1,144 @@
+"""What a training step is fed where the domain is a game: every turn that was played is a row of the batch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from nca_jax.batches import Drawn, Teachers, retained_keys
+from nca_jax.data.chat import ChatFormat, Context, PackedView, pad_prompts
+from nca_jax.domains.base import Example
+from nca_jax.domains.games import BoardGame
+from nca_jax.games.episode import Episode
+from nca_jax.models.decoder import Params, Past
+from nca_jax.multi_turn import Player, TurnTokens, own_tokens, transcript
+from nca_jax.rollout import Rollout, Sampling, example_keys
+from nca_jax.settings import rows
+from nca_jax.sharding import batch_sharding
+from nca_jax.train_step import Batch, Retained, TrainState, View
+
+
+class GameBatches:
+    """Plays a step's games with the training parameters and lays out their turns on the mesh.
+
+    A batch has `batch_size * max_turns` rows. Those of turns that were never played have an empty mask and come last,
+    so that micro-batches that hold nothing else are skipped by the step.
+
+    Args:
+      config, mesh, sample, encode, decode, examples, teachers: as in `batches.Batches`.
+      domain: whose games.
+      chat: renders the turns' prompts.
+      no_context, with_context: prompts whose shared prefix leads those of all turns.
+      others: contexts of retention, in the order of `teachers.others`.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        mesh: Mesh,
+        sample: Callable[..., Rollout],
+        encode: Callable[[Params, jax.Array], list[Past]],
+        decode: Callable[[Sequence[int]], str],
+        examples: Sequence[Example],
+        no_context: PackedView,
+        with_context: PackedView,
+        teachers: Teachers,
+        *,
+        domain: BoardGame,
+        chat: ChatFormat,
+        others: Sequence[Context],
+    ):
+        self._chat, self._domain, self._examples, self._teachers = chat, domain, examples, teachers
+        self._no_context, self._with_context, self._others = no_context, with_context, others
+        self._seed, self._shown, self._rows = config.seed, min(config.log.samples, config.batch_size), rows(config)
+        self._policy, self._retention = config.rollout.policy, bool(config.retention.gamma)
+        self._length_multiple = config.data.length_multiple
+        self._sharding = batch_sharding(mesh)
+        player = partial(
+            Player,
+            domain,
+            chat,
+            decode=decode,
+            sampling=Sampling(float(config.rollout.temperature), float(config.rollout.top_p)),
+            rows=config.batch_size,
+            devices=mesh.shape["data"] * mesh.shape["fsdp"],
+            length_multiple=config.data.length_multiple,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+        )
+        self._without = player(None, no_context.prefix_C, sample=sample, encode=encode)
+        self._with = player(domain.context, with_context.prefix_C, sample=sample, encode=encode)
+        self._teacher = player(domain.context, with_context.prefix_C, sample=teachers.sample, encode=encode)
+
+    def batch(self, state: TrainState, index_B: np.ndarray, step: int) -> Drawn:
+        """Plays the games of a step, one for each index, and makes the batch of their turns."""
+        examples = [self._examples[i] for i in index_B]
+        keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
+        if self._policy == "student":
+            episodes, turns = self._without.play(state.params, examples, keys)
+        else:
+            params, prefix = self._teachers.now(state)
+            episodes, turns = self._teacher.play(params, examples, keys, prefix)
+        # In another order, so that no stride through the rows prefers some turn of the games.
+        order = np.random.default_rng([self._seed, step]).permutation(len(turns))
+        turns = [turns[i] for i in order]
+        pairs = [self._chat.view_pair(turn.messages, self._domain.context) for turn in turns]
+        response = np.zeros((self._rows, len(turns[0].response_R)), np.int32)
+        mask = np.zeros(response.shape, bool)
+        for row, turn in enumerate(turns):
+            response[row], mask[row] = turn.response_R, turn.mask_R
+        place = self._sharding
+        response, mask = jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR))
+        view_x = self._view([pair.no_context for pair in pairs], self._no_context.prefix_C)
+        view_c = self._view([pair.with_context for pair in pairs], self._with_context.prefix_C)
+        retained = self._retained(state, turns, step, keys) if self._retention else None
+        return Drawn(Batch(view_x, view_c, response, mask, retained), episodes, _metrics(episodes, turns))
+
+    def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Callable[[], list[dict]]:
+        """The first few games as they were played, and as the student plays them with the context."""
+        examples = [self._examples[i] for i in index_B[: self._shown]]
+        keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
+        with_context, _ = self._with.play(state.params, examples, keys)
+        records = [
+            {"id": e.id, "prompt": e.prompt, "no_context": transcript(x), "with_context": transcript(c)}
+            for e, x, c in zip(examples, drawn.detail, with_context, strict=False)
+        ]
+        return lambda: records
+
+    def _retained(self, state: TrainState, turns: Sequence[TurnTokens], step: int, keys: jax.Array) -> Retained:
+        """The turns' prompts under another context, and the teacher's responses to them."""
+        i = self._teachers.turn(step)
+        params, prefix = self._teachers.now(state, i)
+        prefix_C = self._teachers.others[i].prefix_C
+        prompts = [self._chat.view_pair(turn.messages, self._others[i]).with_context for turn in turns]
+        game, number = (np.array([getattr(turn, name) for turn in turns]) for name in ("game", "number"))
+        turn_keys = jax.vmap(jax.random.fold_in)(retained_keys(keys)[game], number)
+        own = [own_tokens(ids, tuple(prefix_C.tolist())) for ids in prompts]
+        drawn = self._teacher.sample_rows(params, prefix, own, turn_keys)
+        response = np.zeros((self._rows, len(drawn[0][0])), np.int32)
+        mask = np.zeros(response.shape, bool)
+        for row, (response_R, mask_R, _) in enumerate(drawn):
+            response[row], mask[row] = response_R, mask_R
+        place = self._sharding.retained
+        response, mask = jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR))
+        return Retained(self._view(prompts, prefix_C), response, mask)
+
+    def _view(self, prompts: Sequence[tuple[int, ...]], prefix_C: np.ndarray) -> View:
+        """The prompts on the mesh; rows that no turn fills repeat the first."""
+        prefix = tuple(prefix_C.tolist())
+        own = [own_tokens(ids, prefix) for ids in prompts]
+        prompt_BxP, length_B = pad_prompts(own + [own[0]] * (self._rows - len(own)), self._length_multiple)
+        return jax.device_put(View(prefix_C, prompt_BxP, length_B), self._sharding.no_context)
+
+
+def _metrics(episodes: Sequence[Episode], turns: Sequence[TurnTokens]) -> dict[str, float]:
+    made = [turn for episode in episodes for turn in episode.turns]
+    return {
+        "rollout/won": sum(episode.won for episode in episodes) / len(episodes),
+        "rollout/turns": len(made) / len(episodes),
+        "rollout/invalid": sum(not turn.valid for turn in made) / len(made),
+        "rollout/truncated": sum(turn.truncated for turn in turns) / len(turns),
+    }
