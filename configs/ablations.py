@@ -26,7 +26,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "sequence_mean": {"loss.reduction": "sequence"},  # OPCD's equation, where its code takes the token mean [C]
     "entry_clip": {"loss.entry_clip": 1.0},  # OPSD; the bound of 1 nat is ours
     # teachers that follow the student
-    "ema_teacher": {"teacher.kind": "ema", "teacher.ema_rate": 0.05},  # SDPO, SDFT
+    "ema_teacher": {"teacher.kind": "ema"},  # SDPO, SDFT; at teacher.ema_rate
     "live_teacher": {"teacher.kind": "live"},
     # ours
     "gated": {"anchor.schedule": "gated"},

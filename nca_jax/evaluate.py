@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,8 +71,9 @@ def build_views(
     probes: Sequence[Probe],
     max_prompt_tokens: int,
     too_long: str,
+    prefix_multiple: int = 1,
 ) -> tuple[list[Example], list[EvaluationView]]:
-    """No context and then each probe, over the examples that fit in all.
+    """No context and then each probe, over the examples that fit in all; arguments as in `make_evaluator`.
 
     Raises:
       UserError: as `pipeline.fitting`.
@@ -78,9 +81,10 @@ def build_views(
     prompts = [domain.messages(example) for example in examples]
     encoded = [encode_pairs(chat, prompts, probe.context) for probe in probes]
     kept = fitting(examples, encoded, max_prompt_tokens, too_long)
-    views = [EvaluationView(NO_CONTEXT, pack_view([encoded[0][i].no_context for i in kept]), domain.score)]
+    pack = partial(pack_view, prefix_multiple=prefix_multiple)
+    views = [EvaluationView(NO_CONTEXT, pack([encoded[0][i].no_context for i in kept]), domain.score)]
     for probe, pairs in zip(probes, encoded, strict=True):
-        views.append(EvaluationView(probe.name, pack_view([pairs[i].with_context for i in kept]), probe.score))
+        views.append(EvaluationView(probe.name, pack([pairs[i].with_context for i in kept]), probe.score))
     return [examples[i] for i in kept], views
 
 
@@ -114,9 +118,11 @@ class Evaluator:
 
     def __call__(self, params: Params) -> dict[str, list[ItemResult]]:
         """View name -> one result per item, in the items' order."""
-        return {view.name: self._run_view(params, view) for view in self._views}
+        return {view.name: self.view(params, view.name) for view in self._views}
 
-    def _run_view(self, params: Params, view: EvaluationView) -> list[ItemResult]:
+    def view(self, params: Params, name: str) -> list[ItemResult]:
+        """One view alone."""
+        (view,) = (view for view in self._views if view.name == name)
         prefix = self._encode(params, jnp.asarray(view.view.prefix_C))
         results = []
         for start in range(0, len(self._examples), self._batch_size):
@@ -166,15 +172,16 @@ class GameEvaluator:
 
     def __call__(self, params: Params) -> dict[str, list[GameResult]]:
         """View name -> one result per game, in the examples' order."""
+        return {name: self.view(params, name) for name in self._players}
+
+    def view(self, params: Params, name: str) -> list[GameResult]:
+        """One view alone."""
         keys = example_keys(self._seed, 0, jnp.arange(len(self._examples)))
-        results = {}
-        for name, player in self._players.items():
-            episodes, turns = player.play(params, self._examples, keys)
-            results[name] = [
-                _game_result(name, example, episode, [turn for turn in turns if turn.game == i])
-                for i, (example, episode) in enumerate(zip(self._examples, episodes, strict=True))
-            ]
-        return results
+        episodes, turns = self._players[name].play(params, self._examples, keys)
+        return [
+            _game_result(name, example, episode, [turn for turn in turns if turn.game == i])
+            for i, (example, episode) in enumerate(zip(self._examples, episodes, strict=True))
+        ]
 
 
 def make_evaluator(
@@ -185,6 +192,7 @@ def make_evaluator(
     answering: Answering,
     decode: Callable[[Sequence[int]], str],
     probes: Sequence[Probe] | None = None,
+    prefix_multiple: int = 1,
 ) -> Evaluator | GameEvaluator:
     """The evaluation a config describes.
 
@@ -192,6 +200,8 @@ def make_evaluator(
       config, mesh, domain, chat, answering: of the job.
       decode: response ids -> text to be judged.
       probes: the views with a context; default: `all_probes`.
+      prefix_multiple: shared prefixes are cut to a multiple of so many tokens; what is left leads every prompt. For
+        many contexts in turn: fewer lengths, fewer compilations.
 
     Raises:
       UserError: as `build_views`, or a split that the domain does not have.
@@ -201,9 +211,10 @@ def make_evaluator(
     examples = domain.examples(settings.split)[: settings.max_items]
     sample = answering.sampler(settings.top_k)
     sampling = Sampling(float(settings.temperature), float(settings.top_p))
+    multiple = math.lcm(prefix_multiple, parts(mesh, "prefix"))
     if not domain.is_multi_turn:
         limit = (config.data.max_prompt_tokens, config.data.too_long)
-        examples, views = build_views(chat, domain, examples, probes, *limit)
+        examples, views = build_views(chat, domain, examples, probes, *limit, multiple)
         return Evaluator(
             sample=sample,
             encode=answering.encode,
@@ -223,7 +234,7 @@ def make_evaluator(
             domain,
             chat,
             context,
-            pack_view(ids, prefix_multiple=parts(mesh, "prefix")).prefix_C,
+            pack_view(ids, prefix_multiple=multiple).prefix_C,
             sample=sample,
             encode=answering.encode,
             decode=decode,
@@ -275,11 +286,24 @@ def summarise(results: dict[str, list[ItemResult]]) -> dict[str, float]:
         [r.length for r in with_context],
     )
     for name, items in results.items():
+        found = summarise_view(items)
         if name not in (NO_CONTEXT, WITH_CONTEXT):
-            summary[name] = accuracy([r.correct for r in items])
-        summary[f"truncated_{name}"] = sum(r.truncated for r in items) / len(items)
-        summary[f"no_answer_{name}"] = sum(r.answer is None and not r.truncated for r in items) / len(items)
+            summary[name] = found["accuracy"]
+        summary[f"truncated_{name}"] = found["truncated"]
+        summary[f"no_answer_{name}"] = found["no_answer"]
     return summary
+
+
+def summarise_view(items: Sequence[ItemResult]) -> dict[str, float]:
+    """One view alone: "accuracy", its "items", the shares "truncated" (cut) and "no_answer" (not cut, and no answer in
+    it), and the mean "length" in tokens."""
+    return {
+        "accuracy": accuracy([r.correct for r in items]),
+        "items": len(items),
+        "truncated": sum(r.truncated for r in items) / len(items),
+        "no_answer": sum(r.answer is None and not r.truncated for r in items) / len(items),
+        "length": sum(r.length for r in items) / len(items),
+    }
 
 
 def write_items(path: epath.Path, results: dict[str, list[ItemResult]]) -> None:

@@ -43,7 +43,7 @@ class Player:
       encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
       decode: response ids -> text to be judged.
       sampling: temperature and top-p.
-      rows: games answered at once. As games end, calls shrink to a half and a quarter of it.
+      rows: games answered at once; a quarter of it once no more are left.
       devices: number of rows is kept divisible by it.
       length_multiple: prompts are padded to multiples of so many tokens.
       max_prompt_tokens: of a whole prompt.
@@ -68,8 +68,9 @@ class Player:
         self._domain, self._chat, self._context = domain, chat, context
         self._prefix = tuple(int(token) for token in prefix_C)
         self._sample, self._encode, self._decode, self._sampling = sample, encode, decode, sampling
-        halves = [rows // n for n in (4, 2, 1)]
-        self._sizes = [size for size in halves if size and size % devices == 0] or [rows]
+        # Two sizes only, for each is compiled.
+        quarter = rows // 4
+        self._sizes = [quarter, rows] if quarter and quarter % devices == 0 else [rows]
         self._length_multiple, self._max_prompt_tokens = length_multiple, max_prompt_tokens
 
     def play(

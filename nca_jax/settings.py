@@ -41,7 +41,7 @@ _AT_LEAST = {
     1: "steps batch_size accumulation data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
     "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items "
     "checkpoint.every checkpoint.keep log.samples_every log.samples",
-    0: "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
+    0: "seed retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
     "optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
 _ABOVE_ZERO = (

@@ -16,12 +16,13 @@ from nca_jax.vocab_loss import AnchorTerm, Terms
 BAD_VALUES = {
     "at least 1": (
         "steps batch_size accumulation data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
+        "data.length_multiple data.max_train_items "
         "anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
         "checkpoint.keep log.samples_every log.samples",
         [0, -1],
     ),
     "at least 0": (
-        "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
+        "seed retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
         "optimizer.warmup_steps optimizer.weight_decay",
         [-1],
     ),
@@ -34,8 +35,8 @@ BAD_VALUES = {
     "below 1": ("loss.jsd_weight", [1.0]),
     "one of": (
         "model.param_dtype model.compute_dtype model.remat model.attention teacher.kind teacher.dtype rollout.policy "
-        "chat.default_system data.too_long loss.divergence loss.support loss.tail loss.reduction anchor.schedule "
-        "anchor.target anchor.divergence retention.samples export.dtype optimizer.schedule",
+        "chat.default_system data.too_long evaluation.split loss.divergence loss.support loss.tail loss.reduction "
+        "anchor.schedule anchor.target anchor.divergence retention.samples export.dtype optimizer.schedule",
         ["nonsense"],
     ),
     "is not set": ("model.source domain.name", [None]),

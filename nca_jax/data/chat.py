@@ -102,6 +102,8 @@ class ChatFormat:
         self._template_kwargs = {**(template_kwargs or {}), "date_string": date}
         self._chat_template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{tokenizer.chat_template}"
         self._around: dict[Any, tuple[str, str]] = {}
+        self._dividers = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special and not t.lstrip)
+        self._heads: dict[str, tuple] = {}  # text -> what `_tokenize` says of it
         self._removed: list[tuple[str, str]] = []  # (leading text, what stands there instead)
         self.added_text = self._find_additions(remove=default_system == "none")
         tail = self.render([{"role": "user", "content": _PROBE}]).rpartition(_PROBE)[2]
@@ -117,7 +119,8 @@ class ChatFormat:
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the rendered text; the template has written all special tokens itself."""
-        return self._tokenize(self.render(messages))[0]
+        head, _ = self._text_around(messages, None)
+        return self._tokenize(self.render(messages), len(head))[0]
 
     def view_pair(self, messages: Sequence[Message], context: Context) -> ViewPair:
         """Both views of a prompt.
@@ -155,14 +158,15 @@ class ChatFormat:
         if not (text.startswith(head) and text.endswith(tail)):
             raise UserError(f"the chat template breaks up the prompt {messages[-1]['content'][:60]!r}.")
         start, stop = len(head), len(text) - len(tail)
-        ids, offsets = self._tokenize(text)
-        if self.decode(ids) != text:
+        ids, offsets, decoded = self._tokenize(text, start)
+        if decoded != text:
             raise UserError(f"the tokenizer does not reproduce the text of {messages[-1]['content'][:60]!r}.")
         overlap = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
         if not overlap:
             raise UserError("a prompt is empty; every example needs a text.")
         first, end = overlap[0], overlap[-1] + 1
-        outside = self.decode(ids[:first]) + self.decode(ids[end:])
+        # Tokens decode to their part of the text, all of which was compared above.
+        outside = decoded[: offsets[first][0]] + decoded[offsets[end - 1][1] :]
         return ids, ids[first:end], ids[end:], outside
 
     def _text_around(self, messages, context) -> tuple[str, str]:
@@ -192,9 +196,32 @@ class ChatFormat:
         except Exception as error:  # whatever the template's author raises
             raise UserError(f"the chat template of {self._tokenizer.name_or_path} refuses: {error}.") from error
 
-    def _tokenize(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    def _tokenize(self, text: str, constant: int = 0) -> tuple[tuple[int, ...], list[tuple[int, int]], str]:
+        """Ids, their offsets in the text, and the text that the ids decode to.
+
+        Args:
+          text: rendered.
+          constant: so many leading characters are shared with other texts. Special tokens divide a text before anything
+            else does, so what precedes the last of them in there (a long context, say) is tokenised once.
+        """
+        cut = max((text.rfind(token, 0, constant) for token in self._dividers), default=-1)
+        if cut <= 0:
+            return self._tokenize_all(text)
+        head, rest = text[:cut], self._tokenize_all(text[cut:])
+        if head not in self._heads:
+            self._heads[head] = self._tokenize_all(head)
+            ids = self._heads[head][0] + rest[0]
+            if ids != self._tokenize_all(text)[0]:  # a tokenizer that looks across its special tokens
+                self._dividers = ()
+                return self._tokenize(text)
+        before = self._heads[head]
+        shifted = [(a + cut, b + cut) for a, b in rest[1]]
+        return before[0] + rest[0], before[1] + shifted, before[2] + rest[2]
+
+    def _tokenize_all(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]], str]:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return tuple(encoded["input_ids"]), encoded["offset_mapping"]
+        ids = tuple(encoded["input_ids"])
+        return ids, encoded["offset_mapping"], self.decode(ids)
 
     def _find_additions(self, remove: bool) -> str:
         """Detects what the template writes before a user message by itself, logs it, and removes it if told to.

@@ -57,4 +57,6 @@ def training_indices(num_examples: int, batch_size: int, seed: int) -> grain.Dat
     full and no example is left out.
     """
     dataset = grain.MapDataset.source(np.arange(num_examples)).seed(seed).shuffle().repeat()
-    return iter(dataset.batch(batch_size).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+    # An endless data set has no remainder; said so, batches of 1 are possible too.
+    dataset = dataset.batch(batch_size, drop_remainder=True)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

@@ -92,7 +92,8 @@ def write(domain: str, checked: CheckedRows, data_dir: str, overwrite: bool = Fa
     """Writes the data set below data_dir, where it appears complete or not at all.
 
     Raises:
-      UserError: another one is there and may not be replaced, or the disk is full.
+      UserError: another one is there and may not be replaced.
+      OSError: the disk is full, or takes nothing.
     """
     builder_class = _builder_class(domain)
     with _new_data_set(domain, epath.Path(data_dir), overwrite) as building:

@@ -146,7 +146,7 @@ def _read_json_lines(file: RowFile, text: str) -> list[int]:
         if isinstance(values, dict):
             file.rows.append(RawRow(file.name, number, values))
         else:
-            file.bad.append(BadRow(file.name, number, f"not a JSON object but a {type(values).__name__}"))
+            file.bad.append(BadRow(file.name, number, f"not a JSON object but of type {type(values).__name__}"))
     return blank
 
 
@@ -168,7 +168,9 @@ def _read_csv(file: RowFile, text: str) -> list[int]:
             elif cells[0].startswith(_BYTE_ORDER_MARK):
                 file.bad.append(BadRow(file.name, first, "a byte order mark inside the file"))
             elif len(cells) != len(header):
-                file.bad.append(BadRow(file.name, first, f"{len(cells)} cells, and the header has {len(header)}"))
+                file.bad.append(
+                    BadRow(file.name, first, f"number of cells: {len(cells)}, but the header has {len(header)}")
+                )
             else:
                 file.rows.append(RawRow(file.name, first, dict(zip(header, cells, strict=True))))
     except csv.Error as error:

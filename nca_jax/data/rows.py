@@ -26,7 +26,7 @@ SAFETY_FIELDS = ("id", "text", "label", "source")
 Row = dict[str, Any]
 
 _CONTENT = {"medmcqa": ("question", *OPTIONS), "safety": ("text",)}
-_CONTENT_NAME = {"medmcqa": "the same question and options", "safety": "the same text"}
+_REPEATED = {"medmcqa": "the same question and options are", "safety": "the same text is"}
 # Of two cop values that exclude each other, one so many times rarer than the other is taken for mistakes.
 _RARE = 20
 
@@ -186,7 +186,7 @@ def _without_duplicates(
             if row["id"] in place_of_id:
                 reason = f"the same id {row['id']!r} is also in {place_of_id[row['id']]}"
             elif there and not (keep_repeats and there[0] == split):
-                reason = f"{_CONTENT_NAME[domain]} is also in {there[1]}"
+                reason = f"{_REPEATED[domain]} also in {there[1]}"
             else:
                 place_of_id[row["id"]] = raw.place
                 place_of_content.setdefault(content, (split, raw.place))
@@ -337,7 +337,7 @@ def _optional_text(values: Mapping[str, Any], field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise _Refused(f"{field} is {str(value)[:40]!r}, a {type(value).__name__} and not a text")
+        raise _Refused(f"{field} is not a text but of type {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no UTF-8 can hold

@@ -28,7 +28,7 @@ def make_domain(name: str, **settings) -> Domain:
         raise UserError(f"domain.name is {name!r}; it must be one of {', '.join(_DOMAINS)}.")
     try:
         return _DOMAINS[name](**settings)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # an unknown argument; a value that a library refuses
         raise UserError(f"domain {name!r} does not take these settings: {error}.") from error
 
 

@@ -1,6 +1,7 @@
 """Sokoban level files in the standard text form (XSB), as of Boxoban and most collections."""
 
 import os
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Level(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Lines of a file that are a level: the number of the first in the file, from 1, and the comment above."""
+    """Lines of a file that are a level: the number of the first in the file, from 1, and the last comment before."""
 
     line: int
     title: str
@@ -42,13 +43,13 @@ def read_levels(path: str | os.PathLike) -> list[Level]:
     """
     path = epath.Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a text file of Sokoban levels ({error}).") from error
     blocks = _blocks(path, text.splitlines())
     if not blocks:
         raise UserError(f"{path} has no Sokoban level; a level's rows start with a wall, #.")
-    titles = {block.title for block in blocks}
+    titles = {block.title for block in blocks}  # a level without a comment has that of the level before
     if "" in titles or len(titles) < len(blocks):
         blocks = [block._replace(title=str(number)) for number, block in enumerate(blocks, start=1)]
     return [Level(f"{path.stem}:{block.title}", _board(path, block)) for block in blocks]
@@ -86,8 +87,9 @@ def _blocks(path: epath.Path, lines: Sequence[str]) -> list[_Block]:
             rows.append(line)
             continue
         if rows:
-            blocks.append(_Block(number - len(rows), title, rows))
-            rows, title = [], ""
+            rows_without_indent = textwrap.dedent("\n".join(rows)).split("\n")
+            blocks.append(_Block(number - len(rows), title, rows_without_indent))
+            rows = []
         if line.startswith(";"):
             title = line[1:].strip()
     return blocks
@@ -100,7 +102,7 @@ def _board(path: epath.Path, block: _Block) -> Sokoban:
     if players != 1:
         raise UserError(f"{where}: the level has {players} players (@ or +); it must have one.")
     if boxes < 1 or boxes != goals:
-        raise UserError(f"{where}: the level has {boxes} boxes and {goals} goals; it needs as many, and at least one.")
+        raise UserError(f"{where}: the level has {boxes} boxes and {goals} goals; give as many, at least one.")
     # A frame of floor around the rows: what it is connected with is outside.
     width = max(map(len, block.rows))
     framed = [" " * (width + 2), *(f" {row.ljust(width)} " for row in block.rows), " " * (width + 2)]

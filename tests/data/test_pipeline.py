@@ -59,8 +59,9 @@ def test_nothing_is_cut():
         assert chat.decode(pair.with_context) == chat.render(domain.with_context(domain.messages(example)))
 
 
-def test_every_example_comes_once_an_epoch_in_full_batches():
-    epochs, batch_size = 3, 4  # 10 examples: epochs end inside a batch
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_every_example_comes_once_an_epoch_in_full_batches(batch_size):
+    epochs = 3  # 10 examples: epochs of batches of 4 end inside a batch
     batches = take(training_indices(10, batch_size, seed=0), epochs * 10 // batch_size + 1)
     assert {len(batch) for batch in batches} == {batch_size}
     flat = list(itertools.chain(*batches))

@@ -99,8 +99,8 @@ def test_every_json_line_is_a_row_a_blank_or_bad(tmp_path):
     assert places(file) == [(1, {"a": "one"}), (3, {"a": "two\u2028\x85 lines"}), (11, {"a": "last"})]
     assert [(row.line, row.reason.split(" (")[0]) for row in file.bad] == [
         (4, "not JSON"),
-        (6, "not a JSON object but a list"),
-        (7, "not a JSON object but a str"),
+        (6, "not a JSON object but of type list"),
+        (7, "not a JSON object but of type str"),
         (8, "a byte order mark inside the file"),
         (9, "not JSON"),
         (10, "not JSON"),
@@ -160,8 +160,8 @@ def test_csv_lines_are_those_of_the_file(tmp_path):
         (11, {"text": "last", "label": "no"}),
     ]
     assert file.bad == [
-        BadRow("x.csv", 8, "3 cells, and the header has 2"),
-        BadRow("x.csv", 9, "1 cells, and the header has 2"),
+        BadRow("x.csv", 8, "number of cells: 3, but the header has 2"),
+        BadRow("x.csv", 9, "number of cells: 1, but the header has 2"),
         BadRow("x.csv", 10, "a byte order mark inside the file"),
     ]
     assert file.notes == ["x.csv: blank lines, 1 in all, are ignored: 4"]

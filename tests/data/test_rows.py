@@ -123,6 +123,13 @@ def test_a_split_without_answers_is_kept(tmp_path, no_answer):
     assert cops(checked, "test") == [-1, -1] and cops(checked) == [0, 3] and not checked.bad
 
 
+def test_an_impossible_answer_does_not_make_its_split_an_answered_one(tmp_path):
+    test = [question(8, -1), question(9, 7)]
+    checked = medmcqa(tmp_path, train=[question(1, 0), question(2, 3)], test=test)
+    assert cops(checked, "test") == [-1]
+    assert reasons(checked) == [("test.jsonl", 2, "cop is 7, outside 0 to 3")]
+
+
 @pytest.mark.parametrize("no_answer", [-1, None])
 def test_where_others_have_an_answer_a_row_without_one_is_bad(tmp_path, no_answer):
     checked = medmcqa(tmp_path, train=[question(1, 0), question(2, no_answer), question(3, 3)])
@@ -182,23 +189,23 @@ def test_every_kind_of_bad_question_is_reported_with_its_line(tmp_path):
     checked = medmcqa(tmp_path, train=rows)
     assert [(row.line, row.reason.split(" (")[0]) for row in checked.bad] == [
         (2, "not JSON"),
-        (3, "not a JSON object but a list"),
+        (3, "not a JSON object but of type list"),
         (4, "question is null"),
         (5, "opa is empty"),
         (6, "opb is missing"),
-        (7, "opc is '3', a int and not a text"),
+        (7, "opc is not a text but of type int"),
         (8, "cop is '2', not an integer"),
         (9, "cop is 5, outside 1 to 4"),
         (10, "cop is True, not an integer"),
         (11, "cop is 2.0, not an integer"),
         (12, "choice_type is 'both', neither single nor multi"),
-        (13, "exp is \"['x']\", a list and not a text"),
+        (13, "exp is not a text but of type list"),
         (14, "id is null"),
-        (15, "id is '1.5', a float and not a text"),
+        (15, "id is not a text but of type float"),
         (16, "opd has half a surrogate pair"),
         (17, "cop is 0, outside 1 to 4"),
         (18, "the same id 'q1' is also in train.jsonl:1"),
-        (19, "the same question and options is also in train.jsonl:1"),
+        (19, "the same question and options are also in train.jsonl:1"),
     ]
     assert [row["id"] for row in checked.splits["train"]] == ["q1", *(f"q{i}" for i in range(20, 40))]
 
@@ -225,8 +232,8 @@ def test_held_out_rows_win_over_training_rows(tmp_path):
     checked = medmcqa(tmp_path, train=train, validation=validation, test=test)
     assert reasons(checked) == [
         ("train.jsonl", 2, "the same id 'q2' is also in validation.jsonl:1"),
-        ("train.jsonl", 3, "the same question and options is also in validation.jsonl:2"),
-        ("train.jsonl", 4, "the same question and options is also in test.jsonl:2"),
+        ("train.jsonl", 3, "the same question and options are also in validation.jsonl:2"),
+        ("train.jsonl", 4, "the same question and options are also in test.jsonl:2"),
         ("validation.jsonl", 3, "the same id 'q4' is also in test.jsonl:1"),
     ]
     assert {split: [row["id"] for row in rows] for split, rows in checked.splits.items()} == {
@@ -249,7 +256,7 @@ def test_repeats_can_be_kept_within_a_split_only(tmp_path):
     assert [row["id"] for row in checked.splits["validation"]] == ["q9", "q10"]
     assert reasons(checked) == [
         ("train.jsonl", 3, "the same id 'q1' is also in train.jsonl:1"),
-        ("train.jsonl", 4, "the same question and options is also in validation.jsonl:1"),
+        ("train.jsonl", 4, "the same question and options are also in validation.jsonl:1"),
     ]
     assert [row.line for row in medmcqa(tmp_path, **files).bad] == [2, 3, 4, 2]
 
@@ -325,9 +332,9 @@ def test_every_kind_of_bad_text_is_reported_with_its_line(tmp_path):
         ("train.jsonl", 2, "label 'unsafe' is unknown; --labels=unsafe=yes or =no maps it"),
         ("train.jsonl", 3, "label is missing"),
         ("train.jsonl", 4, "text is empty"),
-        ("train.jsonl", 5, "text is \"['Five']\", a list and not a text"),
+        ("train.jsonl", 5, "text is not a text but of type list"),
         ("train.jsonl", 6, "label is 0.5, not a text"),
-        ("train.jsonl", 7, "source is '3', a int and not a text"),
+        ("train.jsonl", 7, "source is not a text but of type int"),
         ("train.jsonl", 8, "the same text is also in train.jsonl:1"),
         ("train.jsonl", 9, "the same id 'a' is also in train.jsonl:1"),
     ]

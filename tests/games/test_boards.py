@@ -90,5 +90,8 @@ def test_drawn_boards_come_once_and_end():
     draws = iter([None, *corridors(3), *corridors(3)])
     boards = drawn_boards(lambda: next(draws, None), "board")
     assert list(boards) == corridors(3)
+    # The draws without a new board are counted in a row, not in all.
+    draws = itertools.chain.from_iterable([*[None] * 6000, board] for board in corridors(3))
+    assert list(drawn_boards(lambda: next(draws, None), "board")) == corridors(3)
     with pytest.raises(UserError, match="10,000 draws brought no green board"):
         list(drawn_boards(lambda: None, "green board"))

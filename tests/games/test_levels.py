@@ -45,8 +45,9 @@ def test_levels_are_read_and_named(tmp_path):
         "Two levels\n#####\n#@$.#\n#####\nAuthor: me\n\n#####\n#.$@#\n#####\nEnd",
         "; same\n#####\r\n#@$.#\r\n#####\r\n; same\n#####\n#.$@#\n#####\n",
         "; one\n#####\n#@$.#\n#####\n\n#####\n#.$@#\n#####\n",
+        "#####\n#@$.#\n#####\n\n; two\n#####\n#.$@#\n#####\n",
     ],
-    ids=["blank lines", "titles", "the same comment", "a comment missing"],
+    ids=["blank lines", "titles", "the same comment", "no second comment", "no first comment"],
 )
 def test_levels_without_names_of_their_own_are_numbered(text, tmp_path):
     assert [(level.id, level.board.player) for level in read(tmp_path, text)] == [
@@ -58,6 +59,9 @@ def test_levels_without_names_of_their_own_are_numbered(text, tmp_path):
 def test_all_ways_of_writing(tmp_path):
     (level,) = read(tmp_path, "\ufeff#######\n#+$-_ #\n#*    #\n#######\n")
     assert level.board == Sokoban(("#######", "#O____#", "#O____#", "#######"), frozenset({(1, 2), (2, 1)}), (1, 1))
+    # Spaces around all rows are no part of the board.
+    (level,) = read(tmp_path, "  #####  \n  #@$.#   \n  #####\n")
+    assert level.board.room == ("#####", "#__O#", "#####")
     # A room within walls that the player cannot reach stays as it is.
     (level,) = read(tmp_path, "######\n#@$.##\n######\n#    #\n######\n")
     assert level.board.room == ("######", "#__O##", "######", "#____#", "######")
