@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import re
 from collections.abc import Sequence
 
 from absl import flags
@@ -60,7 +61,7 @@ def _reason(error: Exception, arguments: Sequence[str]) -> str:
     lines = str(error.args[0] if error.args else error).strip().split("\n")
     reason = (lines[-1] if isinstance(error, OSError) or lines[0].endswith(":") else lines[0]).strip()
     if isinstance(error, (AttributeError, KeyError)):
-        key = reason.strip("\"'")
+        key = re.search(r"\w+", reason)[0]  # in quotes, and sometimes with a suggestion behind it
         where = next((word.split("=")[0] for word in arguments if f".{key}" in word), key)
         reason = f"the config has no key {where}; configs/base.py lists them all."
     return reason

@@ -11,6 +11,7 @@ CONFIG = f"--config={ROOT}/configs/conventions.py"
 
 MISTAKES = {
     "unknown key": ([CONFIG, "--config.typo=1"], "no key --config.typo"),
+    "a key that is nearly right": ([CONFIG, "--config.anchor.betta=1"], "no key --config.anchor.betta;"),
     "unknown nested key": ([CONFIG, "--config.anchor.typo=1"], "no key --config.anchor.typo"),
     "a value below a leaf": ([CONFIG, "--config.steps.typo=1"], "typo"),
     "word for a number": ([CONFIG, "--config.steps=many"], "many"),

@@ -25,7 +25,8 @@ class FakeRuns:
         if Path(values["workdir"]).name in self.fails:
             return subprocess.CompletedProcess(command, 2, stdout="some words\nerror: too bad.\n")
         beta, seed = values.get("config.anchor.beta", "0.5"), values.get("config.seed", "0")
-        line = f"summary method=nca_constant no_context={0.5 + int(seed) / 10:.3f} harm={float(beta):.3f} steps=4 seconds=7"
+        measured = f"no_context={0.5 + int(seed) / 10:.3f} harm={float(beta):.3f}"
+        line = f"summary method=nca_constant {measured} steps=4 seconds=7"
         (Path(values["workdir"]) / "summary.txt").write_text(line + "\n")
         return subprocess.CompletedProcess(command, 0, stdout="all well\n" + line + "\n")
 
