@@ -3,19 +3,27 @@
     python -m nca_jax.domains.experience --config=configs/sokoban.py:self --output=experience/sokoban
     python -m nca_jax.main --config=configs/sokoban.py:self --config.context.file=experience/sokoban/context.json
 
-| setting | student | teacher | meant for | static bytes a chip | time for 50 steps |
-|---|---|---|---|---|---|
-| `self` (default) | Qwen3-4B-Instruct-2507 | the same | TPU v5e-16 | 4.5 GB | STEP4 |
-| `cross` | Qwen3-4B, not thinking | Qwen3-8B | TPU v5e-16 | 5.0 GB | STEP4X |
-| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop, 16 GB | | minutes |
-| `tiny` | random weights | the same | anything | | a minute |
+| setting | student | teacher | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
+|---|---|---|---|---|---|---|
+| `self` (default) | Qwen3-4B-Instruct-2507 | the same | TPU v5e-16 | 4.5 GB | 32 s | 11 h |
+| `cross` | Qwen3-4B, not thinking | Qwen3-8B | TPU v5e-16 | 5.0 GB | 35 s | 11 h |
+| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps: about 10 minutes on 2 cores |
+| `tiny` | random weights | the same | anything | | 2 s | a minute, 4 steps |
 
-NOTE
+Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
+teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: FLOPs at 40
+% of the chips' peak for the step; rollouts use the training layout so far and gather all weights for every token, at
+150 GB/s, which is most of the total.
 
-From OPCD's code and notes on NCA as in frozenlake.py. Inferred: the cross setting, both of its models and that neither
-thinks. Boards are random and each is proved to be winnable within five turns; those of the reference are not (about one
-in eight needs more). Other sizes: `--config.domain.settings.height=8`, `width`, `boxes`, `max_turns`; boards of your own:
-`--config.domain.settings.levels=FILE`, in the standard level format.
+Values as in frozenlake.py. Inferred: the cross setting, both of its models, and that neither thinks. Boards are
+random, and each is proved to be winnable within five turns; those of the reference are not (about one in eight needs
+more).
+
+Other boards: `--config.domain.settings.height=8`, `width`, `boxes`, `max_turns`, or
+`--config.domain.settings.levels=FILE`, in the standard level format, of which those that cannot be won in time are
+left out and listed.
+
+Without `context.file` the context is four items written by people. Ablations are added with a plus: see ablations.py.
 """
 
 from ml_collections import ConfigDict

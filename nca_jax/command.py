@@ -61,7 +61,9 @@ def _reason(error: Exception, arguments: Sequence[str]) -> str:
     lines = str(error.args[0] if error.args else error).strip().split("\n")
     reason = (lines[-1] if isinstance(error, OSError) or lines[0].endswith(":") else lines[0]).strip()
     if isinstance(error, (AttributeError, KeyError)):
-        key = re.search(r"\w+", reason)[0]  # in quotes, and sometimes with a suggestion behind it
-        where = next((word.split("=")[0] for word in arguments if f".{key}" in word), key)
+        # The key is a word of the message, in one of several forms of quotes, perhaps with a suggestion behind it.
+        given = [argument.split("=")[0] for argument in arguments]
+        words = re.findall(r"\w+", reason)
+        where = next((a for word in words for a in given if f".{word}" in a), reason)
         reason = f"the config has no key {where}; configs/base.py lists them all."
     return reason
