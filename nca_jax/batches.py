@@ -73,7 +73,7 @@ class Drawn(NamedTuple):
 
     batch: Batch
     detail: Any  # the responses, for `show`
-    metrics: dict[str, float]  # of the rollout
+    metrics: dict[str, float | jax.Array]  # of the rollout
 
 
 class Batches:
@@ -121,7 +121,8 @@ class Batches:
         else:
             rollout = self._draw(self._teachers.sample, *self._teachers.now(state), view_c, keys)
         retained = self._retained(state, index_B, step, keys) if self._retention else None
-        return Drawn(Batch(view_x, view_c, rollout.response_BxR, rollout.mask_BxR, retained), rollout, {})
+        metrics = {"rollout/truncated": rollout.truncated_B.mean()}
+        return Drawn(Batch(view_x, view_c, rollout.response_BxR, rollout.mask_BxR, retained), rollout, metrics)
 
     def show(
         self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn
@@ -140,7 +141,7 @@ class Batches:
 
         def records() -> list[dict[str, str]]:
             found = []
-            for i, x, c in zip(index, self._texts(drawn.detail), self._texts(with_context), strict=False):
+            for i, x, c in zip(index, self._texts(drawn.detail), self._texts(with_context), strict=True):
                 example = self._examples[i]
                 found.append({"id": example.id, "prompt": example.prompt, "no_context": x, "with_context": c})
             return found

@@ -32,7 +32,7 @@ class GameBatches:
       config, mesh, sample, encode, decode, examples, teachers: as in `batches.Batches`.
       domain: whose games.
       chat: renders the turns' prompts.
-      no_context, with_context: prompts whose shared prefix leads those of all turns.
+      no_context, with_context: first and last prompts of the games, whose shared prefix leads those of all turns.
       others: contexts of retention, in the order of `teachers.others`.
     """
 
@@ -86,16 +86,11 @@ class GameBatches:
         order = np.random.default_rng([self._seed, step]).permutation(len(turns))
         turns = [turns[i] for i in order]
         pairs = [self._chat.view_pair(turn.messages, self._domain.context) for turn in turns]
-        response = np.zeros((self._rows, len(turns[0].response_R)), np.int32)
-        mask = np.zeros(response.shape, bool)
-        for row, turn in enumerate(turns):
-            response[row], mask[row] = turn.response_R, turn.mask_R
-        place = self._sharding
-        response, mask = jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR))
-        view_x = self._view([pair.no_context for pair in pairs], self._no_context.prefix_C)
-        view_c = self._view([pair.with_context for pair in pairs], self._with_context.prefix_C)
+        view_x = self._view([pair.no_context for pair in pairs], self._no_context)
+        view_c = self._view([pair.with_context for pair in pairs], self._with_context)
+        responses = self._responses([(turn.response_R, turn.mask_R) for turn in turns])
         retained = self._retained(state, turns, step, keys) if self._retention else None
-        return Drawn(Batch(view_x, view_c, response, mask, retained), episodes, _metrics(episodes, turns))
+        return Drawn(Batch(view_x, view_c, *responses, retained), episodes, _metrics(episodes, turns))
 
     def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Callable[[], list[dict]]:
         """The first few games as they were played, and as the student plays them with the context."""
@@ -104,7 +99,7 @@ class GameBatches:
         with_context, _ = self._with.play(state.params, examples, keys)
         records = [
             {"id": e.id, "prompt": e.prompt, "no_context": transcript(x), "with_context": transcript(c)}
-            for e, x, c in zip(examples, drawn.detail, with_context, strict=False)
+            for e, x, c in zip(examples, drawn.detail[: self._shown], with_context, strict=True)
         ]
         return lambda: records
 
@@ -112,26 +107,34 @@ class GameBatches:
         """The turns' prompts under another context, and the teacher's responses to them."""
         i = self._teachers.turn(step)
         params, prefix = self._teachers.now(state, i)
-        prefix_C = self._teachers.others[i].prefix_C
+        view = self._teachers.others[i]
         prompts = [self._chat.view_pair(turn.messages, self._others[i]).with_context for turn in turns]
         game, number = (np.array([getattr(turn, name) for turn in turns]) for name in ("game", "number"))
         turn_keys = jax.vmap(jax.random.fold_in)(retained_keys(keys)[game], number)
-        own = [own_tokens(ids, tuple(prefix_C.tolist())) for ids in prompts]
+        own = [own_tokens(ids, tuple(view.prefix_C.tolist())) for ids in prompts]
         drawn = self._teacher.sample_rows(params, prefix, own, turn_keys)
-        response = np.zeros((self._rows, len(drawn[0][0])), np.int32)
-        mask = np.zeros(response.shape, bool)
-        for row, (response_R, mask_R, _) in enumerate(drawn):
-            response[row], mask[row] = response_R, mask_R
-        place = self._sharding.retained
-        response, mask = jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR))
-        return Retained(self._view(prompts, prefix_C), response, mask)
+        responses = self._responses([(response_R, mask_R) for response_R, mask_R, _ in drawn])
+        return Retained(self._view(prompts, view), *responses)
 
-    def _view(self, prompts: Sequence[tuple[int, ...]], prefix_C: np.ndarray) -> View:
-        """The prompts on the mesh; rows that no turn fills repeat the first."""
-        prefix = tuple(prefix_C.tolist())
-        own = [own_tokens(ids, prefix) for ids in prompts]
-        prompt_BxP, length_B = pad_prompts(own + [own[0]] * (self._rows - len(own)), self._length_multiple)
-        return jax.device_put(View(prefix_C, prompt_BxP, length_B), self._sharding.no_context)
+    def _responses(self, drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[jax.Array, jax.Array]:
+        """Responses and masks [B, R] on the mesh; rows that no turn fills have no token."""
+        response_BxR = np.zeros((self._rows, len(drawn[0][0])), np.int32)
+        mask_BxR = np.zeros(response_BxR.shape, bool)
+        for row, (response_R, mask_R) in enumerate(drawn):
+            response_BxR[row], mask_BxR[row] = response_R, mask_R
+        place = self._sharding
+        return jax.device_put((response_BxR, mask_BxR), (place.response_BxR, place.response_mask_BxR))
+
+    def _view(self, prompts: Sequence[tuple[int, ...]], like: PackedView) -> View:
+        """The prompts on the mesh; rows that no turn fills repeat the first.
+
+        P is at least that of `like`, which was made of the longest prompts: a step is compiled for one P and not for
+        every length that games come to.
+        """
+        own = [own_tokens(ids, tuple(like.prefix_C.tolist())) for ids in prompts]
+        own += [own[0]] * (self._rows - len(own))
+        prompt_BxP, length_B = pad_prompts(own, self._length_multiple, at_least=like.prompt_ExP.shape[1])
+        return jax.device_put(View(like.prefix_C, prompt_BxP, length_B), self._sharding.no_context)
 
 
 def _metrics(episodes: Sequence[Episode], turns: Sequence[TurnTokens]) -> dict[str, float]:

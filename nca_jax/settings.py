@@ -48,8 +48,9 @@ _ABOVE_ZERO = (
     "rollout.temperature rollout.top_p evaluation.top_p anchor.tau loss.jsd_weight teacher.ema_rate "
     "optimizer.learning_rate optimizer.clip_norm optimizer.eps export.shard_gb"
 )
-# What may differ when a run is continued: it changes what is written or where arrays lie, and not the run.
-_FREE = ("log.", "checkpoint.", "mesh.", "export.")
+# What may differ when a run is continued: it changes what is written or where arrays lie, and not the run. The context
+# itself is compared, wherever its file is.
+_FREE = ("log.", "checkpoint.", "mesh.", "export.", "context.")
 
 
 def check(config: ConfigDict) -> None:

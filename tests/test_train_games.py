@@ -123,6 +123,7 @@ def test_every_turn_is_a_row_and_the_others_have_no_token(finished):
         logged = next(r for r in records(finished[0]) if r["step"] == step and "loss" in r)
         assert logged["tokens"] == batch.response_mask_BxR.sum()
         assert logged["rollout/turns"] == turns / 4
+        assert batch.no_context.prompt_BxP.shape == (12, 256), "one shape, whatever the games"
     assert any(len(e.turns) < 3 for _, _, episodes in fed for e in episodes)
     # Both views of a row are the same prompt: what follows the context is equal, token by token.
     _, batch, _ = fed[0]

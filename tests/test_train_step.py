@@ -171,6 +171,33 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(reduction, student, 
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_micro_batches_without_a_token_are_not_computed(student, teacher_params):
+    """Their prompts are of a token whose embedding is not a number, so that any computation with them would show."""
+    objective, poison = nca(vocab_size=VOCAB - 1), VOCAB - 1
+    params, frozen = (p | {"embedding": p["embedding"].at[poison].set(jnp.nan)} for p in (student, teacher_params))
+    batch = golden_batch(slice(0, 2))
+    teacher = make_teacher(frozen, batch.with_context.prefix_C)
+
+    def longer(view: View) -> View:
+        prompt_BxP = jnp.concatenate([view.prompt_BxP, jnp.full_like(view.prompt_BxP, poison)])
+        return View(view.prefix_C, prompt_BxP, jnp.tile(view.prompt_length_B, 2))
+
+    response_BxR, mask_BxR = batch.response_BxR, batch.response_mask_BxR
+    padded = Batch(
+        longer(batch.no_context),
+        longer(batch.with_context),
+        jnp.concatenate([response_BxR, jnp.full_like(response_BxR, poison)]),
+        jnp.concatenate([mask_BxR, jnp.zeros_like(mask_BxR)]),
+    )
+    loss, gradient, _ = mean_loss_and_gradient(objective, params, teacher, batch)
+    skipped_loss, skipped, _ = mean_loss_and_gradient(objective, params, teacher, padded, accumulation=2)
+    np.testing.assert_allclose(skipped_loss, loss, rtol=1e-6)
+    for name in gradient:
+        np.testing.assert_allclose(skipped[name], gradient[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    _, computed, _ = mean_loss_and_gradient(objective, params, teacher, padded, accumulation=1)
+    assert np.isnan(computed["query"]).any(), "in one piece they are computed"
+
+
 def test_an_example_counts_the_same_alone_and_among_longer_ones(student, teacher_params):
     teacher = make_teacher(teacher_params, STEP["context"])
     _, _, together = mean_loss_and_gradient(NCA, student, teacher, golden_batch())

@@ -312,10 +312,15 @@ def pack_view(prompts: Sequence[Sequence[int]], length_multiple: int = 16, prefi
     return PackedView(np.array(prompts[0][:common], np.int32), prompt_ExP, length_E)
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], length_multiple: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded prompts [N, P], P a multiple of `length_multiple`, and their lengths [N], both int32."""
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], length_multiple: int, at_least: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts right padded to [N, P], P a multiple of `length_multiple` and not below `at_least`; their lengths [N].
+
+    Both are int32.
+    """
     length_N = np.array([len(prompt) for prompt in prompts], np.int32)
-    P = -(-int(length_N.max()) // length_multiple) * length_multiple
+    P = -(-max(int(length_N.max()), at_least) // length_multiple) * length_multiple
     prompt_NxP = np.zeros((len(prompts), P), np.int32)
     for row, prompt in zip(prompt_NxP, prompts, strict=True):
         row[: len(prompt)] = prompt

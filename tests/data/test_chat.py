@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import byte_tokenizer
 
-from nca_jax.data.chat import ChatFormat, Context, pack_view
+from nca_jax.data.chat import ChatFormat, Context, pack_view, pad_prompts
 from nca_jax.domains import make_domain
 from nca_jax.errors import UserError
 from nca_jax.models.packaged import model_directory
@@ -319,6 +319,68 @@ def test_packing_finds_the_longest_prefix_that_leaves_each_prompt_a_token(name, 
 @pytest.mark.parametrize(("multiple", "longest", "width"), [(16, 16, 16), (16, 17, 32), (4, 1, 4), (1, 3, 3)])
 def test_packing_rounds_the_width_up_to_the_multiple(multiple, longest, width):
     assert pack_view([(1,) * longest, (2,)], multiple).prompt_ExP.shape == (2, width)
+
+
+def test_padding_has_a_least_width():
+    prompts, lengths = pad_prompts([(1, 2), (3,)], 4, at_least=9)
+    assert prompts.shape == (2, 12) and lengths.tolist() == [2, 1]
+    assert pad_prompts([(1,) * 13], 4, at_least=9)[0].shape == (1, 16)
+
+
+class Counting:
+    """A tokenizer that notes what it is asked for."""
+
+    def __init__(self, chat: ChatFormat):
+        self.real, self.texts = chat._tokenizer, []
+
+    def __call__(self, text, **settings):
+        self.texts.append(text)
+        return self.real(text, **settings)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+
+def test_a_long_context_is_tokenised_once():
+    long = Context(messages=({"role": "system", "content": "A rule. " * 500},))
+    chat, fresh = chat_format(), [chat_format() for _ in range(5)]
+    words = ["cow", "hen", "ox", "sheep", "a longer prompt\nof two lines"]
+    chat._tokenizer = Counting(chat)
+    pairs = [chat.view_pair(user(word), long) for word in words]
+    assert pairs == [other.view_pair(user(word), long) for other, word in zip(fresh, words, strict=True)]
+    whole = [chat._tokenizer.real(chat.render(long.apply(user(w))), add_special_tokens=False).input_ids for w in words]
+    assert [list(pair.with_context) for pair in pairs] == whole
+    assert sum(len(text) > 4000 for text in chat._tokenizer.texts) == 2, "once alone, once to compare"
+    assert chat.encode(long.apply(user("cow"))) == pairs[0].with_context
+
+
+def test_a_tokenizer_that_looks_across_its_special_tokens_is_asked_for_whole_texts(monkeypatch):
+    real = ChatFormat._tokenize_all
+
+    def looks_across(self, text):
+        """Another first token if there is text before the last special one."""
+        ids, offsets, decoded = real(self, text)
+        return (ids[0] + text.count("user"), *ids[1:]), offsets, decoded
+
+    chat = chat_format()
+    monkeypatch.setattr(ChatFormat, "_tokenize_all", looks_across)
+    messages = SYSTEM.apply(user("cow"))
+    expected = looks_across(chat, chat.render(messages))[0]
+    assert chat.encode(messages) == expected
+    assert chat._dividers == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "opened"),
+    [
+        (CHATML, {}, ""),
+        (QWEN3, {"enable_thinking": False}, ""),
+        (QWEN3, {}, ""),
+        (TURNS + "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}", {}, "<think>"),
+    ],
+)
+def test_a_thinking_block_that_the_prompt_opens_belongs_to_the_response(template, kwargs, opened):
+    assert chat_format(template, template_kwargs=kwargs).opened == opened
 
 
 def test_rows_keep_the_prefix_and_follow_the_index():
