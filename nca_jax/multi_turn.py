@@ -94,7 +94,7 @@ class Player:
 
         def respond(number: int, games: Sequence[int]) -> list[str]:
             asked = [turn_messages(episodes[g]) for g in games]
-            prompts = [self._own_tokens(messages, examples[g]) for messages, g in zip(asked, games, strict=True)]
+            prompts = [self.prompt_tokens(messages, examples[g]) for messages, g in zip(asked, games, strict=True)]
             turn_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B[np.asarray(games)], number)
             drawn = self.sample_rows(params, prefix, prompts, turn_key_B)
             texts = []
@@ -126,8 +126,12 @@ class Player:
             start += rows
         return drawn
 
-    def _own_tokens(self, messages: Sequence[Message], example: Example) -> tuple[int, ...]:
-        """The prompt's tokens after the shared prefix."""
+    def prompt_tokens(self, messages: Sequence[Message], example: Example) -> tuple[int, ...]:
+        """A prompt of the game in this player's view, without the tokens of the shared prefix.
+
+        Raises:
+          UserError: it is too long, or does not begin with the prefix.
+        """
         ids = self._chat.encode(self._context.apply(messages) if self._context else messages)
         if len(ids) > self._max_prompt_tokens:
             raise UserError(

@@ -161,7 +161,7 @@ class Experience:
         context = experience_context(items) if items else None
         keys = example_keys(self._config.seed, number, jnp.arange(len(examples)))
         episodes, _ = self._player(context).play(self.session.params, examples, keys)
-        texts = self._reflect(episodes, context, jax.vmap(jax.random.fold_in, (0, None))(keys, _REFLECTION))
+        texts = self._reflect(examples, episodes, context, jax.vmap(jax.random.fold_in, (0, None))(keys, _REFLECTION))
         games, new = [], []
         for example, episode, text in zip(examples, episodes, texts, strict=True):
             found = read_items(text, self._how.max_items)
@@ -169,13 +169,15 @@ class Experience:
             games.append({"id": example.id, "ending": episode.ending, "turns": len(episode.turns), "reflection": text})
         return games, new
 
-    def _reflect(self, episodes: Sequence[Episode], context: Context | None, key_N: jax.Array) -> list[str]:
-        chat, prompts = self.session.chat, []
-        for episode in episodes:
+    def _reflect(
+        self, examples: Sequence[Example], episodes: Sequence[Episode], context: Context | None, key_N: jax.Array
+    ) -> list[str]:
+        """What the model writes about each game that it has played."""
+        player, prompts = self._player(context), []
+        for example, episode in zip(examples, episodes, strict=True):
             text = _REFLECT.format(observation=episode.observation(), ending=_ENDINGS[episode.ending])
-            messages = [{"role": "user", "content": text}]
-            prompts.append(chat.encode(context.apply(messages) if context else messages))
-        drawn = self._player(context).sample_rows(self.session.params, [], prompts, key_N)
+            prompts.append(player.prompt_tokens([{"role": "user", "content": text}], example))
+        drawn = player.sample_rows(self.session.params, [], prompts, key_N)
         return [self.session.decode(response_R[mask_R]) for response_R, mask_R, _ in drawn]
 
     def _player(self, context: Context | None) -> Player:
