@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
 
     config.context = ConfigDict()
     config.context.file = placeholder(str)  # .txt (a system message) or .json (messages); unset: the domain's own
+    config.context.text = placeholder(str)  # or the text of a system message itself
 
     config.chat = ConfigDict()
     config.chat.default_system = "template"  # template | none: keep or remove what the template adds by itself

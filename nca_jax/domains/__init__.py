@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from nca_jax.domains.base import Domain, find_context
+from nca_jax.domains.base import Domain, find_context, system_context
 from nca_jax.domains.conventions import Conventions
 from nca_jax.domains.games import Frozenlake, Sokoban
 from nca_jax.domains.medmcqa import Medmcqa
@@ -36,9 +36,13 @@ def domain_of(config: ConfigDict) -> Domain:
     """The domain a config names, with the context it names.
 
     Raises:
-      UserError: as `make_domain` and `base.find_context`.
+      UserError: as `make_domain` and `base.find_context`; or two contexts.
     """
     domain = make_domain(config.domain.name, **config.domain.settings)
+    if config.context.file and config.context.text:
+        raise UserError("config.context.file and config.context.text are both set; give one of them.")
     if config.context.file:
         domain.context = find_context(domain, config.context.file)
+    elif config.context.text:
+        domain.context = system_context(config.context.text)
     return domain

@@ -72,6 +72,11 @@ class Domain(abc.ABC):
         return ()
 
 
+def system_context(text: str) -> Context:
+    """A context that is one system message."""
+    return Context(messages=({"role": "system", "content": text.strip()},))
+
+
 def find_context(domain: Domain, name: str) -> Context:
     """A context by the name the domain gives it, or from a file.
 
@@ -90,7 +95,7 @@ def find_context(domain: Domain, name: str) -> Context:
     if path.suffix not in (".json", ".txt") or not path.exists():
         raise UserError(f"context {name!r} is no .json or .txt file, and none of {', '.join(known) or 'no names'}.")
     if path.suffix == ".txt":
-        return Context(messages=({"role": "system", "content": path.read_text().strip()},))
+        return system_context(path.read_text())
     try:
         messages = [{"role": m["role"], "content": m["content"]} for m in json.loads(path.read_text())]
     except (ValueError, TypeError, KeyError) as error:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from nca_jax.data.chat import Context, Message
-from nca_jax.domains.base import Domain, Example, Score
+from nca_jax.domains.base import Domain, Example, Score, system_context
 from nca_jax.errors import UserError
 from nca_jax.games.boards import split_boards
 from nca_jax.games.episode import INSTRUCTIONS, Episode
@@ -35,13 +35,13 @@ _EXAMPLE_ITEMS = {
 }
 
 # Another context, for retention: how to answer, and nothing about what.
-_BRIEF = Context(messages=({"role": "system", "content": "Answer with the direction in brackets and nothing else."},))
+_BRIEF = system_context("Answer with the direction in brackets and nothing else.")
 
 
 def experience_context(items: Sequence[str]) -> Context:
     """The context that experience items make: a system message with one line each."""
     lines = "\n".join(f"- EXPERIENCE ITEM: {item}" for item in items)
-    return Context(messages=({"role": "system", "content": f"{EXPERIENCE_HEADING}\n{lines}"},))
+    return system_context(f"{EXPERIENCE_HEADING}\n{lines}")
 
 
 class BoardGame(Domain):

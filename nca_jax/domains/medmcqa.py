@@ -8,7 +8,7 @@ from typing import Any
 from nca_jax.data import builders
 from nca_jax.data.chat import Context
 from nca_jax.domains.answers import read_letter
-from nca_jax.domains.base import Domain, Example, Score
+from nca_jax.domains.base import Domain, Example, Score, system_context
 from nca_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ D. {opd}
 Which choice is right? Give its letter inside <answer></answer>."""
 
 # Another context, for retention: how to answer, and nothing about what.
-_BRIEF = Context(messages=({"role": "system", "content": "Answer with the tag and nothing else."},))
+_BRIEF = system_context("Answer with the tag and nothing else.")
 
 
 class Medmcqa(Domain):
@@ -64,7 +64,7 @@ class Medmcqa(Domain):
             )
         self._data_dir = data_dir
         self._has = builders.splits("medmcqa", data_dir)
-        self.context = Context(messages=({"role": "system", "content": _SYSTEM},))
+        self.context = system_context(_SYSTEM)
 
     def examples(self, split: str) -> Sequence[Example]:
         if split in ("validation", "test") and not self._test_is_answered:

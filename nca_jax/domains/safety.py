@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from nca_jax.data import builders
 from nca_jax.data.chat import Context
 from nca_jax.domains.answers import read_yes_no
-from nca_jax.domains.base import Domain, Example, Score
+from nca_jax.domains.base import Domain, Example, Score, system_context
 from nca_jax.errors import UserError
 
 _SYSTEM = """\
@@ -33,7 +33,7 @@ Text: {text}
 Is this text offensive or hate speech? Give yes or no inside <answer></answer>."""
 
 # Another context, for retention: how to answer, and nothing about what.
-_BRIEF = Context(messages=({"role": "system", "content": "Answer with the tag and nothing else."},))
+_BRIEF = system_context("Answer with the tag and nothing else.")
 
 
 class Safety(Domain):
@@ -54,7 +54,7 @@ class Safety(Domain):
             )
         builders.splits("safety", data_dir)  # says at once if there are none
         self._data_dir = data_dir
-        self.context = Context(messages=({"role": "system", "content": _SYSTEM},))
+        self.context = system_context(_SYSTEM)
 
     def examples(self, split: str) -> Sequence[Example]:
         rows = builders.load("safety", self._data_dir, split)

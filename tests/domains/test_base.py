@@ -6,7 +6,7 @@ import pytest
 
 from nca_jax.data.chat import Context
 from nca_jax.domains import make_domain
-from nca_jax.domains.base import find_context
+from nca_jax.domains.base import context_file, find_context, system_context
 from nca_jax.errors import UserError
 
 DOMAIN = make_domain("conventions")
@@ -23,6 +23,15 @@ def test_files(tmp_path):
     (tmp_path / "b.txt").write_text("Be brief.\n")
     assert find_context(DOMAIN, str(tmp_path / "a.json")) == Context(messages=tuple(MESSAGES))
     assert find_context(DOMAIN, str(tmp_path / "b.txt")) == Context(messages=(MESSAGES[0],))
+
+
+def test_what_a_context_file_holds_is_read_back(tmp_path):
+    context = Context(messages=tuple(MESSAGES), block="Before the prompt.")
+    for other in (context, DOMAIN.context, system_context(" Be brief. ")):
+        (tmp_path / "c.json").write_text(json.dumps([dict(message) for message in context_file(other)]))
+        assert find_context(DOMAIN, str(tmp_path / "c.json")) == other
+    assert context_file(context)[-1] == {"role": "block", "content": "Before the prompt."}
+    assert system_context(" Be brief. ").messages == (MESSAGES[0],)
 
 
 @pytest.mark.parametrize(

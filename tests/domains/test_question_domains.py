@@ -116,6 +116,12 @@ def test_the_config_names_the_context(tmp_path):
     config.context.file = str(tmp_path / "mine.txt")
     assert domain_of(config).context.messages == ({"role": "system", "content": "Think twice."},)
     assert domain_of(medmcqa.get_config("tiny")).context == own
+    config.context.text = "Think."
+    with pytest.raises(UserError, match="both set"):
+        domain_of(config)
+    config.context.file = None
+    assert domain_of(config).context.messages == ({"role": "system", "content": "Think."},)
+    config.context.text = None
     config.context.file = str(tmp_path / "absent.txt")
     with pytest.raises(UserError, match=r"absent\.txt"):
         domain_of(config)
