@@ -122,4 +122,6 @@ def get_config() -> ConfigDict:
     config.mesh.data = 1  # replicas of the weights
     config.mesh.fsdp = -1  # shards of weights and optimizer; -1: all devices that are left
     config.mesh.tensor = 1  # shards of heads, mlp and vocabulary
+    config.mesh.decode_tensor = 0  # devices that hold the weights together while sampling; 0: the fewest for decode_gb
+    config.mesh.decode_gb = 4.0  # GB of weights a device while sampling, beside the training state
     return config

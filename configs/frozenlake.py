@@ -5,15 +5,15 @@
 
 | setting | student | teacher | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
 |---|---|---|---|---|---|---|
-| `self` (default) | Qwen3-1.7B, thinking | the same | TPU v5e-16 | 1.9 GB | 14 s | 5 h |
-| `cross` | Qwen3-1.7B, thinking | Qwen3-4B | TPU v5e-16 | 2.2 GB | 16 s | 5 h |
+| `self` (default) | Qwen3-1.7B, thinking | the same | TPU v5e-16 | 1.9 GB | 14 s | 45 min |
+| `cross` | Qwen3-1.7B, thinking | Qwen3-4B | TPU v5e-16 | 2.2 GB | 16 s | 50 min |
 | `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps: 10 minutes on 2 busy cores |
 | `tiny` | random weights | the same | anything | | 2 s | a minute, 4 steps |
 
 Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
-teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: FLOPs at 40
-% of the chips' peak for the step; rollouts use the training layout so far and gather all weights for every token, at
-150 GB/s, which is most of the total.
+teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's
+FLOPs at 40 % of the chips' peak; for rollouts and evaluations 4 to 5 ms a token, which is reading a chip's share of
+the weights and two reductions a layer. Compilation, minutes, comes on top.
 
 From OPCD's code: 64 games a step of at most five turns, every turn an example of at most 1024 tokens at temperature
 0.7, 50 steps; evaluated on 128 games, once, at temperature 0.7, top-p 0.8, top-k 20; experience of at most 8192

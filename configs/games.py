@@ -64,9 +64,10 @@ def _make_small(config: ConfigDict) -> None:
 def _make_tiny(config: ConfigDict) -> None:
     """Random weights: everything runs, nothing is learned."""
     config.steps = 4
-    config.data.length_multiple = 1024  # a byte is a token
+    config.batch_size = 2
+    config.data.length_multiple = 512  # a byte is a token
     config.rollout.max_new_tokens = 8
     config.optimizer.learning_rate = 1e-3
-    config.evaluation.max_items = 8
-    config.evaluation.batch_size = 8
+    config.evaluation.max_items = 4
+    config.evaluation.batch_size = 4
     config.log.samples_every = 2

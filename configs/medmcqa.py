@@ -5,17 +5,17 @@
 
 | setting | model | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
 |---|---|---|---|---|---|
-| `llama3_2_3b` (default) | Llama-3.2-3B-Instruct | TPU v5e-16 | 3.6 GB | 4 s | 1.3 h |
-| `llama3_1_8b` | Llama-3.1-8B-Instruct | TPU v5e-16 | 9.0 GB | 11 s | 3 h |
-| `qwen2_5_7b` | Qwen2.5-7B-Instruct | TPU v5e-16 | 8.6 GB | 11 s | 3 h |
-| `qwen3_8b` | Qwen3-8B | TPU v5e-16 | 9.2 GB | 11 s | 3 h |
+| `llama3_2_3b` (default) | Llama-3.2-3B-Instruct | TPU v5e-16 | 3.6 GB | 4 s | 10 min |
+| `llama3_1_8b` | Llama-3.1-8B-Instruct | TPU v5e-16 | 9.0 GB | 11 s | 15 min |
+| `qwen2_5_7b` | Qwen2.5-7B-Instruct | TPU v5e-16 | 8.6 GB | 11 s | 15 min |
+| `qwen3_8b` | Qwen3-8B | TPU v5e-16 | 9.2 GB | 11 s | 15 min |
 | `smollm2_135m` | SmolLM2-135M-Instruct | a laptop | 2.4 GB | | 10 steps: about 10 minutes on 2 cores |
 | `tiny` | random weights | anything | | 1 s | a minute, 4 steps |
 
 Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
-teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: FLOPs at 40
-% of the chips' peak for the step; rollouts use the training layout so far and gather all weights for every token, at
-150 GB/s, which is most of the total.
+teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's
+FLOPs at 40 % of the chips' peak; for rollouts and evaluations 4 to 5 ms a token, which is reading a chip's share of
+the weights and two reductions a layer. Compilation, minutes, comes on top.
 
 From OPCD's code: 128 prompts a step, one response of at most 512 tokens each at temperature 1, 50 steps, AdamW,
 evaluated on 500 held-out questions once at temperature 1, top-p 0.95, top-k 20. From notes on NCA: beta 0.5, the

@@ -5,15 +5,15 @@
 
 | setting | student | teacher | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
 |---|---|---|---|---|---|---|
-| `self` (default) | Qwen3-4B-Instruct-2507 | the same | TPU v5e-16 | 4.5 GB | 32 s | 11 h |
-| `cross` | Qwen3-4B, not thinking | Qwen3-8B | TPU v5e-16 | 5.0 GB | 35 s | 11 h |
+| `self` (default) | Qwen3-4B-Instruct-2507 | the same | TPU v5e-16 | 4.5 GB | 32 s | 1 h |
+| `cross` | Qwen3-4B, not thinking | Qwen3-8B | TPU v5e-16 | 5.0 GB | 35 s | 1 h |
 | `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps: about 10 minutes on 2 cores |
 | `tiny` | random weights | the same | anything | | 2 s | a minute, 4 steps |
 
 Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
-teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: FLOPs at 40
-% of the chips' peak for the step; rollouts use the training layout so far and gather all weights for every token, at
-150 GB/s, which is most of the total.
+teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's
+FLOPs at 40 % of the chips' peak; for rollouts and evaluations 4 to 5 ms a token, which is reading a chip's share of
+the weights and two reductions a layer. Compilation, minutes, comes on top.
 
 Values as in frozenlake.py. Inferred: the cross setting, both of its models, and that neither thinks. Boards are
 random, and each is proved to be winnable within five turns; those of the reference are not (about one in eight needs

@@ -13,29 +13,33 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from nca_jax import settings
-from nca_jax.axes import named
+from nca_jax.axes import named, parts
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params, Past, decoder_graph, weight_table
 from nca_jax.models.fused_attention import attention_kind
 from nca_jax.rollout import Rollout, make_sampler
-from nca_jax.sharding import batch_sharding, like_params, params_sharding
+from nca_jax.sharding import batch_sharding, like_params, make_decode_mesh, params_sharding
 from nca_jax.train_step import Batch, Objective, Retained, Teacher, TrainState, View, make_train_step, shared_prefix
 
 
 @dataclasses.dataclass(frozen=True)
 class Answering:
-    """What sampling from a model takes.
+    """What sampling from a model takes, in the decode layout: see `sharding.make_decode_mesh`.
 
     Attributes:
-      graph: the decoder without weights.
+      mesh: on which it is done.
       sharding: weight name -> where it lies.
+      layout: weights from wherever they lie, in whatever dtype -> the decode layout, in the compute dtype. One jitted
+        program, no copy through the host; on one device and with the right dtype the same arrays.
       encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
-      sampler: top_k -> sample, see `rollout.make_sampler`; the same function for the same number.
+      sampler: top_k -> sample, see `rollout.make_sampler`; the same function for the same number. It takes rows from
+        the host or from anywhere.
     """
 
-    graph: nnx.GraphDef
+    mesh: Mesh
     sharding: dict[str, NamedSharding]
+    layout: Callable[[Params], Params]
     encode: Callable[[Params, jax.Array], list[Past]]
     sampler: Callable[[int], Callable[..., Rollout]]
 
@@ -46,6 +50,8 @@ class Job:
 
     Attributes:
       student, teacher: for sampling.
+      student_sharding, teacher_sharding: weight name -> where it lies in training.
+      encode_teacher: jitted (params, prefix_C) -> list with the prefix's keys and values, as the step takes them.
       objective: the loss.
       learning_rate: by step, from 0.
       initial_state: jitted, params (donated) -> TrainState, laid out on the mesh.
@@ -55,6 +61,9 @@ class Job:
 
     student: Answering
     teacher: Answering
+    student_sharding: dict[str, NamedSharding]
+    teacher_sharding: dict[str, NamedSharding]
+    encode_teacher: Callable[[Params, jax.Array], list[Past]]
     objective: Objective
     learning_rate: optax.Schedule
     initial_state: Callable[[Params], TrainState]
@@ -62,9 +71,7 @@ class Job:
     abstract_state: TrainState
 
 
-def answering(
-    config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vocab_size: int, mesh: Mesh, remat: str = "full"
-) -> Answering:
+def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vocab_size: int, mesh: Mesh) -> Answering:
     """The functions that sample from a model of this architecture.
 
     Args:
@@ -72,29 +79,57 @@ def answering(
       arch: the model's.
       eos_ids: any of them ends a response.
       vocab_size: the tokenizer's size, at most the model's.
-      mesh: where everything lies.
-      remat: what a backward pass through the graph recomputes.
+      mesh: the training mesh.
 
     Raises:
       UserError: the mesh does not divide a weight, or the attention kernel cannot run here.
     """
     dtype = settings.dtype(config.model.compute_dtype)
-    graph = decoder_graph(arch, dtype, remat, attention=attention_kind(config.model.attention, dtype), mesh=mesh)
+    mesh = make_decode_mesh(mesh, arch, dtype, config.mesh.decode_tensor, config.mesh.decode_gb)
+    graph = _graph(config, arch, mesh)
+    sharding = params_sharding(mesh, arch)
     samplers = {}
 
     def sampler(top_k: int) -> Callable[..., Rollout]:
         if top_k not in samplers:
-            samplers[top_k] = make_sampler(
+            sample = make_sampler(
                 graph,
                 max_new_tokens=config.rollout.max_new_tokens,
                 eos_ids=eos_ids,
                 vocab_size=vocab_size,
                 top_k=top_k,
             )
+            samplers[top_k] = sample if mesh.size == 1 else partial(_sample_on, mesh, sample)
         return samplers[top_k]
 
-    encode = jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
-    return Answering(graph, params_sharding(mesh, arch), encode, sampler)
+    @partial(jax.jit, out_shardings=sharding)
+    def moved(params: Params) -> Params:
+        return {name: weight.astype(dtype) for name, weight in params.items()}
+
+    def layout(params: Params) -> Params:
+        if mesh.size == 1 and all(weight.dtype == dtype for weight in params.values()):
+            return params
+        return moved(params)
+
+    return Answering(mesh, sharding, layout, _encoder(graph), sampler)
+
+
+def _sample_on(mesh: Mesh, sample: Callable[..., Rollout], params, prefix, prompt, length, active, key, sampling):
+    """`sample` with its rows shared out; rows that do not divide are computed by all."""
+    axis = "batch" if len(length) % parts(mesh, "batch") == 0 else None
+    rows, row = named(mesh, axis, None), named(mesh, axis)
+    prompt, length, active, key = jax.device_put((prompt, length, active, key), (rows, row, row, row))
+    return sample(params, prefix, prompt, length, active, key, sampling)
+
+
+def _graph(config: ConfigDict, arch: Architecture, mesh: Mesh) -> nnx.GraphDef:
+    dtype = settings.dtype(config.model.compute_dtype)
+    attention = attention_kind(config.model.attention, dtype)
+    return decoder_graph(arch, dtype, config.model.remat, attention=attention, mesh=mesh)
+
+
+def _encoder(graph: nnx.GraphDef) -> Callable[[Params, jax.Array], list[Past]]:
+    return jax.jit(lambda params, prefix_C: shared_prefix(nnx.merge(graph, params), prefix_C))
 
 
 def assemble(
@@ -115,21 +150,24 @@ def assemble(
             f"the {rows} rows of a micro-batch do not divide over the data x fsdp mesh {dict(mesh.shape)}; change "
             "config.batch_size, config.accumulation or config.mesh."
         )
-    built = partial(answering, config, eos_ids=eos_ids, vocab_size=vocab_size, mesh=mesh)
-    student_side, teacher_side = built(student, remat=config.model.remat), built(teacher)
+    graph, teacher_graph = _graph(config, student, mesh), _graph(config, teacher, mesh)
+    student_sharding, teacher_sharding = params_sharding(mesh, student), params_sharding(mesh, teacher)
     objective = settings.make_objective(config, vocab_size)
     optimizer, learning_rate = settings.make_optimizer(config)
-    step = make_train_step(student_side.graph, teacher_side.graph, optimizer, objective, config.accumulation, mesh)
+    step = make_train_step(graph, teacher_graph, optimizer, objective, config.accumulation, mesh)
 
     def initial_state(params: Params) -> TrainState:
         return TrainState(jnp.int32(0), params, optimizer.init(params), params if objective.teacher == "ema" else None)
 
     abstract = jax.eval_shape(initial_state, weight_table_arrays(student, config.model.param_dtype))
     replicated = named(mesh)
-    sharding = like_params(abstract, student_side.sharding, replicated)
+    sharding = like_params(abstract, student_sharding, replicated)
     return Job(
-        student=student_side,
-        teacher=teacher_side,
+        student=answering(config, student, eos_ids, vocab_size, mesh),
+        teacher=answering(config, teacher, eos_ids, vocab_size, mesh),
+        student_sharding=student_sharding,
+        teacher_sharding=teacher_sharding,
+        encode_teacher=_encoder(teacher_graph),
         objective=objective,
         learning_rate=learning_rate,
         initial_state=jax.jit(initial_state, donate_argnums=0, out_shardings=sharding),
@@ -178,8 +216,8 @@ def abstract_inputs(
     if job.objective.teacher != "frozen":
         return job.abstract_state, Teacher(), batch
     params = {
-        name: of(x.shape, x.dtype, job.teacher.sharding[name])
+        name: of(x.shape, x.dtype, job.teacher_sharding[name])
         for name, x in weight_table_arrays(teacher, config.teacher.dtype).items()
     }
-    prefix = jax.eval_shape(job.teacher.encode, params, batch.with_context.prefix_C)
+    prefix = jax.eval_shape(job.encode_teacher, params, batch.with_context.prefix_C)
     return job.abstract_state, Teacher(params, prefix, prefix if retained else None), batch

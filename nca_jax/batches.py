@@ -10,6 +10,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from nca_jax.assembly import Answering
 from nca_jax.data.chat import PackedView
 from nca_jax.domains.base import Example
 from nca_jax.errors import UserError
@@ -28,8 +29,9 @@ class Teachers:
     Args:
       kind: "frozen", "live" or "ema".
       params: of a frozen teacher; the others are in the state.
-      encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
-      sample: from `rollout.make_sampler`, of the teacher's graph.
+      encode: jitted (params, prefix_C) -> list with the prefix's keys and values, as the step takes them.
+      answering: samples from the teacher.
+      top_k: of the rollouts.
       with_context: the prompts under the context.
       others: the prompts under each context of retention; step k takes the k-th in turn.
     """
@@ -39,11 +41,13 @@ class Teachers:
         kind: str,
         params: Params | None,
         encode: Callable[[Params, jax.Array], list[Past]],
-        sample: Callable[..., Rollout],
+        answering: Answering,
+        top_k: int,
         with_context: PackedView,
         others: Sequence[PackedView],
     ):
-        self._kind, self._params, self._encode, self.sample = kind, params, encode, sample
+        self._kind, self._params, self._answering = kind, params, answering
+        self.sample = answering.sampler(top_k)
         self.with_context, self.others = with_context, others
         self._prefixes = []
         if kind == "frozen":
@@ -60,12 +64,11 @@ class Teachers:
         return (step - 1) % len(self.others) if self.others else 0
 
     def now(self, state: TrainState | None, other: int | None = None) -> tuple[Params, list[Past]]:
-        """Weights, and the prefix of the context or of a context of retention, for sampling."""
-        if self._kind == "frozen":
-            return self._params, self._prefixes[0 if other is None else 1 + other]
-        params = state.params if self._kind == "live" else state.ema
+        """Weights for sampling, and the encoded prefix of the context or of a context of retention."""
+        params = {"frozen": self._params, "live": state and state.params, "ema": state and state.ema}[self._kind]
+        params = self._answering.layout(params)
         view = self.with_context if other is None else self.others[other]
-        return params, self._encode(params, jnp.asarray(view.prefix_C))
+        return params, self._answering.encode(params, jnp.asarray(view.prefix_C))
 
 
 class Drawn(NamedTuple):
@@ -82,7 +85,7 @@ class Batches:
     Args:
       config: of the job.
       mesh: of the job.
-      sample, encode: of the student, see `assembly.Answering`.
+      answering: samples from the student.
       decode: response ids -> text.
       examples: those that fit.
       no_context, with_context: their prompts.
@@ -93,16 +96,15 @@ class Batches:
         self,
         config: ConfigDict,
         mesh: Mesh,
-        sample: Callable[..., Rollout],
-        encode: Callable[[Params, jax.Array], list[Past]],
+        answering: Answering,
         decode: Callable[[Sequence[int]], str],
         examples: Sequence[Example],
         no_context: PackedView,
         with_context: PackedView,
         teachers: Teachers,
     ):
-        self._sample, self._encode, self._decode, self._teachers = sample, encode, decode, teachers
-        self._examples = examples
+        self._answering, self._sample = answering, answering.sampler(config.rollout.top_k)
+        self._decode, self._examples, self._teachers = decode, examples, teachers
         self._no_context, self._with_context = no_context, with_context
         self._seed, self._shown = config.seed, min(config.log.samples, config.batch_size)
         self._policy, self._batch_size = config.rollout.policy, config.batch_size
@@ -113,16 +115,16 @@ class Batches:
 
     def batch(self, state: TrainState, index_B: np.ndarray, step: int) -> Drawn:
         """The batch of a step; nothing of it comes to the host."""
-        view_x, view_c = (self._place(view, index_B) for view in (self._no_context, self._with_context))
+        rows_x, rows_c = self._no_context.rows(index_B), self._with_context.rows(index_B)
         keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
         if self._policy == "student":
-            prefix = self._encode(state.params, view_x.prefix_C)
-            rollout = self._draw(self._sample, state.params, prefix, view_x, keys)
+            rollout = self._answer(state.params, rows_x, keys)
         else:
-            rollout = self._draw(self._teachers.sample, *self._teachers.now(state), view_c, keys)
+            rollout = self._draw(self._teachers.sample, *self._teachers.now(state), rows_c, keys)
         retained = self._retained(state, index_B, step, keys) if self._retention else None
         metrics = {"rollout/truncated": rollout.truncated_B.mean()}
-        return Drawn(Batch(view_x, view_c, rollout.response_BxR, rollout.mask_BxR, retained), rollout, metrics)
+        batch = Batch(self._place(rows_x), self._place(rows_c), *self._placed(rollout), retained)
+        return Drawn(batch, rollout, metrics)
 
     def show(
         self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn
@@ -133,11 +135,8 @@ class Batches:
         the function that is returned is called, so that the device need not wait.
         """
         index = index_B[: self._shown]
-        rows = self._with_context.rows(index)
-        view = View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
         keys = example_keys(self._seed, step, jnp.arange(len(index)))
-        prefix = self._encode(state.params, view.prefix_C)
-        with_context = self._draw(self._sample, state.params, prefix, view, keys)
+        with_context = self._answer(state.params, self._with_context.rows(index), keys)
 
         def records() -> list[dict[str, str]]:
             found = []
@@ -174,31 +173,43 @@ class Batches:
         index_B = np.minimum(np.arange(first, first + self._batch_size), len(other.prompt_length_E) - 1)
         keys = retained_keys(example_keys(self._seed, 0, jnp.asarray(index_B)))
         params, prefix = self._teachers.now(None, i)
-        rollout = self._draw(self._teachers.sample, params, prefix, self._place(other, index_B), keys)
+        rollout = self._draw(self._teachers.sample, params, prefix, other.rows(index_B), keys)
         return jax.device_get((rollout.response_BxR, rollout.mask_BxR))
 
     def _retained(self, state: TrainState, index_B: np.ndarray, step: int, keys: jax.Array) -> Retained:
         i = self._teachers.turn(step)
-        view = self._place(self._teachers.others[i], index_B)
+        rows = self._teachers.others[i].rows(index_B)
         if self._cache:
             response, mask = (x[index_B] for x in self._cache[i])
             place = self._sharding.retained
-            return Retained(view, *jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR)))
+            cached = jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR))
+            return Retained(self._place(rows), *cached)
         params, prefix = self._teachers.now(state, i)
-        rollout = self._draw(self._teachers.sample, params, prefix, view, retained_keys(keys))
-        return Retained(view, rollout.response_BxR, rollout.mask_BxR)
+        rollout = self._draw(self._teachers.sample, params, prefix, rows, retained_keys(keys))
+        return Retained(self._place(rows), *self._placed(rollout))
 
-    def _draw(self, sample, params: Params, prefix: list[Past], view: View, keys: jax.Array) -> Rollout:
-        active_B = np.ones(view.prompt_length_B.shape[0], bool)
-        return sample(params, prefix, view.prompt_BxP, view.prompt_length_B, active_B, keys, self._sampling)
+    def _answer(self, params: Params, rows: PackedView, keys: jax.Array) -> Rollout:
+        """Responses of the student."""
+        params = self._answering.layout(params)
+        prefix = self._answering.encode(params, jnp.asarray(rows.prefix_C))
+        return self._draw(self._sample, params, prefix, rows, keys)
+
+    def _draw(self, sample, params: Params, prefix: list[Past], rows: PackedView, keys: jax.Array) -> Rollout:
+        active_B = np.ones(len(rows.prompt_length_E), bool)
+        return sample(params, prefix, rows.prompt_ExP, rows.prompt_length_E, active_B, keys, self._sampling)
+
+    def _placed(self, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+        """Responses and masks where the step wants them."""
+        place = self._sharding
+        return jax.device_put((rollout.response_BxR, rollout.mask_BxR), (place.response_BxR, place.response_mask_BxR))
 
     def _texts(self, rollout: Rollout) -> list[str]:
         response_BxR, mask_BxR = jax.device_get((rollout.response_BxR[: self._shown], rollout.mask_BxR[: self._shown]))
         return [self._decode(response[mask]) for response, mask in zip(response_BxR, mask_BxR, strict=True)]
 
-    def _place(self, view: PackedView, index_B: np.ndarray) -> View:
-        rows = view.rows(index_B)
-        return jax.device_put(View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E), self._sharding.no_context)
+    def _place(self, rows: PackedView) -> View:
+        view = View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
+        return jax.device_put(view, self._sharding.no_context)
 
 
 def retained_keys(keys: jax.Array) -> jax.Array:

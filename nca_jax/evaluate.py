@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from nca_jax.assembly import Answering
@@ -117,7 +116,7 @@ class Evaluator:
         self._batch_size, self._seed, self._sampling = batch_size, seed, sampling
 
     def __call__(self, params: Params) -> dict[str, list[ItemResult]]:
-        """View name -> one result per item, in the items' order."""
+        """View name -> one result per item, in the items' order; the weights are in the decode layout."""
         return {view.name: self.view(params, view.name) for view in self._views}
 
     def view(self, params: Params, name: str) -> list[ItemResult]:
@@ -171,7 +170,7 @@ class GameEvaluator:
         self._players, self._examples, self._seed = players, examples, seed
 
     def __call__(self, params: Params) -> dict[str, list[GameResult]]:
-        """View name -> one result per game, in the examples' order."""
+        """View name -> one result per game, in the examples' order; the weights are in the decode layout."""
         return {name: self.view(params, name) for name in self._players}
 
     def view(self, params: Params, name: str) -> list[GameResult]:
@@ -186,7 +185,6 @@ class GameEvaluator:
 
 def make_evaluator(
     config: ConfigDict,
-    mesh: Mesh,
     domain: Domain,
     chat: ChatFormat,
     answering: Answering,
@@ -197,7 +195,7 @@ def make_evaluator(
     """The evaluation a config describes.
 
     Args:
-      config, mesh, domain, chat, answering: of the job.
+      config, domain, chat, answering: of the job.
       decode: response ids -> text to be judged.
       probes: the views with a context; default: `all_probes`.
       prefix_multiple: shared prefixes are cut to a multiple of so many tokens; what is left leads every prompt. For
@@ -211,7 +209,7 @@ def make_evaluator(
     examples = domain.examples(settings.split)[: settings.max_items]
     sample = answering.sampler(settings.top_k)
     sampling = Sampling(float(settings.temperature), float(settings.top_p))
-    multiple = math.lcm(prefix_multiple, parts(mesh, "prefix"))
+    multiple = math.lcm(prefix_multiple, parts(answering.mesh, "prefix"))
     if not domain.is_multi_turn:
         limit = (config.data.max_prompt_tokens, config.data.too_long)
         examples, views = build_views(chat, domain, examples, probes, *limit, multiple)
@@ -240,7 +238,7 @@ def make_evaluator(
             decode=decode,
             sampling=sampling,
             rows=min(settings.batch_size, len(examples)),
-            devices=mesh.shape["data"] * mesh.shape["fsdp"],
+            devices=parts(answering.mesh, "batch"),
             length_multiple=config.data.length_multiple,
             max_prompt_tokens=config.data.max_prompt_tokens,
         )

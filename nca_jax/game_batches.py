@@ -9,14 +9,15 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from nca_jax.assembly import Answering
+from nca_jax.axes import parts
 from nca_jax.batches import Drawn, Teachers, retained_keys
 from nca_jax.data.chat import ChatFormat, Context, PackedView, pad_prompts
 from nca_jax.domains.base import Example
 from nca_jax.domains.games import BoardGame
 from nca_jax.games.episode import Episode
-from nca_jax.models.decoder import Params, Past
 from nca_jax.multi_turn import Player, TurnTokens, own_tokens, transcript
-from nca_jax.rollout import Rollout, Sampling, example_keys
+from nca_jax.rollout import Sampling, example_keys
 from nca_jax.settings import rows
 from nca_jax.sharding import batch_sharding
 from nca_jax.train_step import Batch, Retained, TrainState, View
@@ -29,7 +30,7 @@ class GameBatches:
     so that micro-batches that hold nothing else are skipped by the step.
 
     Args:
-      config, mesh, sample, encode, decode, examples, teachers: as in `batches.Batches`.
+      config, mesh, answering, decode, examples, teachers: as in `batches.Batches`.
       domain: whose games.
       chat: renders the turns' prompts.
       no_context, with_context: first and last prompts of the games, whose shared prefix leads those of all turns.
@@ -40,8 +41,7 @@ class GameBatches:
         self,
         config: ConfigDict,
         mesh: Mesh,
-        sample: Callable[..., Rollout],
-        encode: Callable[[Params, jax.Array], list[Past]],
+        answering: Answering,
         decode: Callable[[Sequence[int]], str],
         examples: Sequence[Example],
         no_context: PackedView,
@@ -53,6 +53,7 @@ class GameBatches:
         others: Sequence[Context],
     ):
         self._chat, self._domain, self._examples, self._teachers = chat, domain, examples, teachers
+        self._layout = answering.layout
         self._no_context, self._with_context, self._others = no_context, with_context, others
         self._seed, self._shown, self._rows = config.seed, min(config.log.samples, config.batch_size), rows(config)
         self._policy, self._retention = config.rollout.policy, bool(config.retention.gamma)
@@ -65,20 +66,22 @@ class GameBatches:
             decode=decode,
             sampling=Sampling(float(config.rollout.temperature), float(config.rollout.top_p)),
             rows=config.batch_size,
-            devices=mesh.shape["data"] * mesh.shape["fsdp"],
+            devices=parts(answering.mesh, "batch"),
+            encode=answering.encode,
             length_multiple=config.data.length_multiple,
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
-        self._without = player(None, no_context.prefix_C, sample=sample, encode=encode)
-        self._with = player(domain.context, with_context.prefix_C, sample=sample, encode=encode)
-        self._teacher = player(domain.context, with_context.prefix_C, sample=teachers.sample, encode=encode)
+        sample = answering.sampler(config.rollout.top_k)
+        self._without = player(None, no_context.prefix_C, sample=sample)
+        self._with = player(domain.context, with_context.prefix_C, sample=sample)
+        self._teacher = player(domain.context, with_context.prefix_C, sample=teachers.sample)
 
     def batch(self, state: TrainState, index_B: np.ndarray, step: int) -> Drawn:
         """Plays the games of a step, one for each index, and makes the batch of their turns."""
         examples = [self._examples[i] for i in index_B]
         keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
         if self._policy == "student":
-            episodes, turns = self._without.play(state.params, examples, keys)
+            episodes, turns = self._without.play(self._layout(state.params), examples, keys)
         else:
             params, prefix = self._teachers.now(state)
             episodes, turns = self._teacher.play(params, examples, keys, prefix)
@@ -96,7 +99,7 @@ class GameBatches:
         """The first few games as they were played, and as the student plays them with the context."""
         examples = [self._examples[i] for i in index_B[: self._shown]]
         keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
-        with_context, _ = self._with.play(state.params, examples, keys)
+        with_context, _ = self._with.play(self._layout(state.params), examples, keys)
         records = [
             {"id": e.id, "prompt": e.prompt, "no_context": transcript(x), "with_context": transcript(c)}
             for e, x, c in zip(examples, drawn.detail[: self._shown], with_context, strict=True)

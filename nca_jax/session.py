@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from nca_jax import settings
@@ -23,9 +22,8 @@ def judged_text(model: Model, chat: ChatFormat, ids: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A model in memory and its functions; `decode` is `judged_text` of it."""
+    """A model in memory, in the decode layout, and its functions; `decode` is `judged_text` of it."""
 
-    mesh: Mesh
     model: Model
     chat: ChatFormat
     answering: Answering
@@ -40,9 +38,8 @@ def open_session(config: ConfigDict) -> Session:
       UserError: as the training job.
     """
     settings.check(config)
-    mesh = make_mesh(config.mesh)
     model = open_model(resolve(config.model.source), config.model.preset)
     chat = model.chat_format(config.chat)
-    functions = answering(config, model.arch, model.eos_ids, len(model.tokenizer), mesh)
+    functions = answering(config, model.arch, model.eos_ids, len(model.tokenizer), make_mesh(config.mesh))
     params = load_weights(model.directory, model.arch, settings.dtype(config.model.compute_dtype), functions.sharding)
-    return Session(mesh, model, chat, functions, partial(judged_text, model, chat), params)
+    return Session(model, chat, functions, partial(judged_text, model, chat), params)

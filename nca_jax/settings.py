@@ -41,12 +41,12 @@ _AT_LEAST = {
     1: "steps batch_size accumulation data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
     "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items "
     "checkpoint.every checkpoint.keep log.samples_every log.samples",
-    0: "seed retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
-    "optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
+    0: "seed mesh.decode_tensor retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k "
+    "evaluation.temperature optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
 _ABOVE_ZERO = (
     "rollout.temperature rollout.top_p evaluation.top_p anchor.tau loss.jsd_weight teacher.ema_rate "
-    "optimizer.learning_rate optimizer.clip_norm optimizer.eps export.shard_gb"
+    "optimizer.learning_rate optimizer.clip_norm optimizer.eps export.shard_gb mesh.decode_gb"
 )
 # What may differ when a run is continued: it changes what is written or where arrays lie, and not the run. The context
 # itself is compared, wherever its file is.

@@ -32,6 +32,53 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def make_decode_mesh(mesh: Mesh, arch: Architecture, dtype: np.dtype, tensor: int, budget_gb: float) -> Mesh:
+    """The mesh on which a model answers: the same devices, of which groups of a few hold the weights together.
+
+    Nothing is gathered for a token: heads, mlp and vocabulary are split over a group, and groups share out the rows.
+
+    Args:
+      mesh: the training mesh.
+      arch: the model's.
+      dtype: of the weights while sampling.
+      tensor: devices of a group; 0: the fewest on which the weights take at most `budget_gb` each, and if there is no
+        such number, the most that divide the model.
+      budget_gb: GB of weights a device.
+
+    Raises:
+      UserError: `tensor` divides the devices or a weight not.
+    """
+    devices = mesh.devices.reshape(-1)  # in the training mesh's order, so that arrays can move within one program
+
+    def of(size: int) -> Mesh:
+        shape = (len(devices) // size, 1, size)
+        return Mesh(devices.reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+
+    if tensor:
+        if len(devices) % tensor:
+            raise UserError(
+                f"config.mesh.decode_tensor {tensor} does not divide {len(devices)} devices; choose another."
+            )
+        params_sharding(of(tensor), arch)
+        return of(tensor)
+    total_gb = sum(int(np.prod(spec.shape)) for spec in weight_table(arch).values()) * np.dtype(dtype).itemsize / 1e9
+    chosen = 1
+    for size in range(1, len(devices) + 1):
+        if len(devices) % size == 0 and _divides(of(size), arch):
+            chosen = size
+            if total_gb / size <= budget_gb:
+                break
+    return of(chosen)
+
+
+def _divides(mesh: Mesh, arch: Architecture) -> bool:
+    try:
+        params_sharding(mesh, arch)
+    except UserError:
+        return False
+    return True
+
+
 def params_sharding(mesh: Mesh, arch: Architecture) -> dict[str, NamedSharding]:
     """Weight name -> sharding.
 

@@ -82,7 +82,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     view_x = pack([pairs[0][i].no_context for i in kept])
     view_c, *other_views = (pack([of_context[i].with_context for i in kept]) for of_context in pairs)
     indices = training_indices(len(examples), config.batch_size, config.seed)
-    evaluator = make_evaluator(config, mesh, domain, chat, job.student, decode)
+    evaluator = make_evaluator(config, domain, chat, job.student, decode)
 
     # ---------------------------------------------------------------- start or resume
     workdir.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def train(config: ConfigDict, workdir: str) -> str:
         indices.set_state(position["iterator"])
         spent = position["seconds"]
     else:
-        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), job.student.sharding)
+        params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), job.student_sharding)
         state = job.initial_state(params)
         start, spent = 0, 0.0
         del params  # donated
@@ -101,12 +101,11 @@ def train(config: ConfigDict, workdir: str) -> str:
     if job.objective.teacher == "frozen":
         # Arrays of its own also where it starts as the student: the student's are donated to every step.
         teaching = job.teacher
-        frozen = load_weights(
-            teacher_model.directory, teacher_model.arch, settings.dtype(config.teacher.dtype), teaching.sharding
-        )
-    top_k = config.rollout.top_k
-    teachers = Teachers(job.objective.teacher, frozen, teaching.encode, teaching.sampler(top_k), view_c, other_views)
-    fed = (config, mesh, job.student.sampler(top_k), job.student.encode, decode, examples, view_x, view_c, teachers)
+        dtype = settings.dtype(config.teacher.dtype)
+        frozen = load_weights(teacher_model.directory, teacher_model.arch, dtype, job.teacher_sharding)
+    sampled = (teaching, config.rollout.top_k)
+    teachers = Teachers(job.objective.teacher, frozen, job.encode_teacher, *sampled, view_c, other_views)
+    fed = (config, mesh, job.student, decode, examples, view_x, view_c, teachers)
     games = {"domain": domain, "chat": chat, "others": contexts[1:]}
     batches = GameBatches(*fed, **games) if domain.is_multi_turn else Batches(*fed)
     _keep_context(workdir / "context.json", domain.context)
@@ -122,7 +121,7 @@ def train(config: ConfigDict, workdir: str) -> str:
 
     def evaluate(step: int) -> None:
         began = time.monotonic()
-        results = evaluator(state.params)
+        results = evaluator(job.student.layout(state.params))
         write_items(workdir / "evaluations" / f"step_{step:08d}.jsonl", results)
         summary = summarise(results)
         record = {f"eval/{name}": value for name, value in summary.items()}

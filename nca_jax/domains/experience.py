@@ -204,7 +204,7 @@ class Experience:
         session, config = self.session, self._config.copy_and_resolve_references()
         config.evaluation.split = "validation"
         probes = [Probe(WITH_CONTEXT, experience_context(items), self.domain.score)] if items else []
-        shared = (config, session.mesh, self.domain, session.chat, session.answering, session.decode)
+        shared = (config, self.domain, session.chat, session.answering, session.decode)
         evaluator = make_evaluator(*shared, probes, prefix_multiple=config.data.length_multiple)
         results = evaluator.view(session.params, WITH_CONTEXT if items else NO_CONTEXT)
         won = accuracy([result.correct for result in results])

@@ -89,15 +89,16 @@ class BoardGame(Domain):
         return {"brief": _BRIEF}
 
     def last_messages(self, example: Example) -> list[Message]:
-        """The prompt of a last turn: as long as prompts of this board get, or nearly."""
+        """The prompt of a last turn, after long moves and missing ones: over many boards, the longest there is."""
         episode, game = self.episode(example), self._games[example.prompt]
         for number in range(1, self.max_turns):
             moves = {direction: game.step(direction) for direction in DIRECTIONS}
             quiet = [d for d, (after, possible) in moves.items() if possible and after.status is Status.PLAYING]
             # Two answers without a move in a row would end the game.
             if number % 2 and quiet:
-                episode.act(f"[{quiet[0]}]")
-                game = moves[quiet[0]][0]
+                longest = max(quiet, key=len)
+                episode.act(f"[{longest}]")
+                game = moves[longest][0]
             elif not episode.over:
                 episode.act("")
             if episode.over:

@@ -38,7 +38,6 @@ def compare(config: ConfigDict, domain: Domain, candidates: dict[str, Context]) 
     probes = [Probe(name, context, domain.score) for name, context in candidates.items()]
     evaluator = make_evaluator(
         config,
-        session.mesh,
         domain,
         session.chat,
         session.answering,

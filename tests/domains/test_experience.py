@@ -85,11 +85,12 @@ class RuleModel:
     def session(self, config):
         self.opened += 1
         answering = SimpleNamespace(
-            sampler=lambda top_k: self, encode=lambda params, prefix_C: [int(token) for token in prefix_C]
+            mesh=make_mesh({"data": 1, "fsdp": 1, "tensor": 1}),
+            sampler=lambda top_k: self,
+            encode=lambda params, prefix_C: [int(token) for token in prefix_C],
         )
-        mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
         model = SimpleNamespace(tokenizer=byte_tokenizer())
-        return SimpleNamespace(mesh=mesh, model=model, chat=CHAT, answering=answering, decode=self.decode, params=None)
+        return SimpleNamespace(model=model, chat=CHAT, answering=answering, decode=self.decode, params=None)
 
 
 @pytest.fixture
