@@ -30,8 +30,8 @@ class Answering:
     Attributes:
       mesh: on which it is done.
       sharding: weight name -> where it lies.
-      layout: weights from wherever they lie, in whatever dtype -> the decode layout, in the compute dtype. One jitted
-        program, no copy through the host; on one device and with the right dtype the same arrays.
+      layout: weights from wherever they lie, in whatever dtype -> the decode layout, matrices in the compute dtype. One
+        jitted program, no copy through the host; on one device and with the right dtype the same arrays.
       encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
       sampler: top_k -> sample, see `rollout.make_sampler`; the same function for the same number. It takes rows from
         the host or from anywhere.
@@ -102,12 +102,15 @@ def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vo
             samplers[top_k] = sample if mesh.size == 1 else partial(_sample_on, mesh, sample)
         return samplers[top_k]
 
+    # Training too casts matrices to the compute dtype, and leaves the final norm's scale as it is.
+    matrices = {name for name, spec in weight_table(arch).items() if len(spec.shape) > 1}
+
     @partial(jax.jit, out_shardings=sharding)
     def moved(params: Params) -> Params:
-        return {name: weight.astype(dtype) for name, weight in params.items()}
+        return {name: weight.astype(dtype) if name in matrices else weight for name, weight in params.items()}
 
     def layout(params: Params) -> Params:
-        if mesh.size == 1 and all(weight.dtype == dtype for weight in params.values()):
+        if mesh.size == 1 and all(params[name].dtype == dtype for name in matrices):
             return params
         return moved(params)
 
