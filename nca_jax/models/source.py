@@ -144,8 +144,8 @@ def open_model(directory: str, expected: str | None = None) -> Model:
             f.name for f in dataclasses.fields(arch) if getattr(arch, f.name) != getattr(preset(expected), f.name)
         ]
         raise UserError(
-            f"{directory} is not the {expected} that the config names ({', '.join(different)} differ); name its own with "
-            "config.model.preset or config.teacher.preset, or leave that empty."
+            f"{directory} is not the {expected} that the config names ({', '.join(different)} differ); name its own "
+            "with config.model.preset or config.teacher.preset, or leave that empty."
         )
     files = local_companions(directory)
     try:
