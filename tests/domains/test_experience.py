@@ -105,7 +105,6 @@ def model(monkeypatch):
 def gather(output, *more: str) -> int:
     config = ["--config=configs/frozenlake.py:tiny", "--config.evaluation.max_items=8"]
     arguments = [*config, f"--output={output}", "--games=6", "--every=2", *more]
-    # Monotone ways exist on boards that are crossed in 4 moves of at most 5.
     return experience.main(arguments)
 
 
