@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 from absl import logging as absl_logging
@@ -54,6 +55,12 @@ def parse_with_config(
     if config is None:
         raise UserError("--config is missing; try --config=configs/conventions.py.")
     return options, config, config_flags.get_config_filename(known["config"])
+
+
+def config_label(name: str) -> str:
+    """ "configs/medmcqa.py:tiny" -> "medmcqa_tiny", for directories that the same command finds again."""
+    file, _, setting = name.partition(":")
+    return "_".join(filter(None, [Path(file).stem, setting]))
 
 
 def _reason(error: Exception, arguments: Sequence[str]) -> str:

@@ -3,9 +3,8 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from nca_jax.command import parse_with_config, set_up_logging
+from nca_jax.command import config_label, parse_with_config, set_up_logging
 from nca_jax.errors import UserError
 
 
@@ -21,18 +20,12 @@ def main(arguments: Sequence[str]) -> int:
         options, config, name = parse_with_config(parser, arguments)
         from nca_jax import settings, train  # jax starts only once the flags are right
 
-        workdir = options.workdir or default_workdir(name, settings.method_name(config))
+        workdir = options.workdir or f"runs/{config_label(name)}_{settings.method_name(config)}"
         print(train.train(config, workdir))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def default_workdir(config_name: str, method: str) -> str:
-    """Where "FILE[:SETTING]" runs if nobody says: the same command finds the same directory again."""
-    file, _, setting = config_name.partition(":")
-    return "/".join(["runs", "_".join(filter(None, [Path(file).stem, setting, method]))])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The command that gathers experience: the model plays, writes down what it has learned, and the best list is kept.
 
-    python -m nca_jax.domains.experience --config=configs/frozenlake.py:self --output=experience/frozenlake
+    python -m nca_jax.domains.experience --config=configs/frozenlake.py:self [--output=DIR] [--games=30]
 
 As in OPCD (arXiv 2602.12275): after each game the same model writes one or two items, which are appended; beyond a
 number of tokens the oldest are dropped. Games are played on training boards, with the items so far as the context.
@@ -25,7 +25,7 @@ from etils import epath
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from nca_jax.command import parse_with_config, set_up_logging
+from nca_jax.command import config_label, parse_with_config, set_up_logging
 from nca_jax.data.chat import Context
 from nca_jax.data.pipeline import training_indices
 from nca_jax.domains import make_domain
@@ -237,15 +237,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nca_jax.domains.experience", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--output", required=True, help="directory; continued if it holds rounds")
+    output_help = "directory, continued if it holds rounds; default: experience/<config>_<setting>"
+    parser.add_argument("--output", help=output_help)
     for field in dataclasses.fields(Gathering):
         parser.add_argument(f"--{field.name}", type=int, default=field.default, help=f"default: {field.default}")
     try:
-        options, config, _ = parse_with_config(parser, arguments)
+        options, config, name = parse_with_config(parser, arguments)
         how = Gathering(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Gathering)})
         if min(dataclasses.astuple(how)) < 1:
             raise UserError("--games, --parallel, --every, --max_tokens and --max_items are all at least 1.")
-        output = epath.Path(options.output)
+        output = epath.Path(options.output or f"experience/{config_label(name)}")
         best, without = Experience(config, output, how).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

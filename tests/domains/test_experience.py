@@ -1,6 +1,7 @@
 """Gathering experience and comparing contexts, with a model that answers by fixed rules."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,6 +178,13 @@ def test_another_command_does_not_continue_it(model, tmp_path, capsys):
     assert (tmp_path / "rounds.jsonl").read_bytes() == before
     assert gather(tmp_path, "--games=7") == 0
     assert rounds(tmp_path)[-2]["round"] == 7
+
+
+def test_the_directory_has_a_name_of_the_config(model, tmp_path, monkeypatch):
+    config = Path(frozenlake.__file__).resolve()
+    monkeypatch.chdir(tmp_path)
+    assert experience.main([f"--config={config}:tiny", "--games=4", "--every=4"]) == 0
+    assert (tmp_path / "experience/frozenlake_tiny/context.json").exists()
 
 
 def test_parallel_games_share_a_list(model, tmp_path):
