@@ -1,7 +1,8 @@
 """FrozenLake, 3 x 3 with 2 holes, with experience as the context: two reference settings, and two for a laptop.
 
     python -m nca_jax.domains.experience --config=configs/frozenlake.py:self
-    python -m nca_jax.main --config=configs/frozenlake.py:self --config.context.file=experience/frozenlake_self/context.json
+    python -m nca_jax.main --config=configs/frozenlake.py:self \\
+        --config.context.file=experience/frozenlake_self/context.json
 
 | setting | student | teacher | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
 |---|---|---|---|---|---|---|

@@ -1,7 +1,8 @@
 """Sokoban, 6 x 6 with 1 box, with experience as the context: two reference settings, and two for a laptop.
 
     python -m nca_jax.domains.experience --config=configs/sokoban.py:self
-    python -m nca_jax.main --config=configs/sokoban.py:self --config.context.file=experience/sokoban_self/context.json
+    python -m nca_jax.main --config=configs/sokoban.py:self \\
+        --config.context.file=experience/sokoban_self/context.json
 
 | setting | student | teacher | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
 |---|---|---|---|---|---|---|
