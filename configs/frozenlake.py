@@ -9,7 +9,7 @@
 | `self` (default) | Qwen3-1.7B, thinking | the same | TPU v5e-16 | 1.9 GB | 14 s | 45 min |
 | `cross` | Qwen3-1.7B, thinking | Qwen3-4B | TPU v5e-16 | 2.2 GB | 16 s | 50 min |
 | `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps: 10 minutes on 2 busy cores |
-| `tiny` | random weights | the same | anything | | 2 s | a minute, 4 steps |
+| `tiny` | random weights | the same | anything | | | a minute, 4 steps |
 
 Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
 teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's

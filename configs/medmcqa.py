@@ -9,8 +9,8 @@
 | `llama3_1_8b` | Llama-3.1-8B-Instruct | TPU v5e-16 | 9.0 GB | 11 s | 15 min |
 | `qwen2_5_7b` | Qwen2.5-7B-Instruct | TPU v5e-16 | 8.6 GB | 11 s | 15 min |
 | `qwen3_8b` | Qwen3-8B | TPU v5e-16 | 9.2 GB | 11 s | 15 min |
-| `smollm2_135m` | SmolLM2-135M-Instruct | a laptop | 2.4 GB | | 10 steps: about 10 minutes on 2 cores |
-| `tiny` | random weights | anything | | 1 s | a minute, 4 steps |
+| `smollm2_135m` | SmolLM2-135M-Instruct | a laptop | 2.4 GB | | 10 steps; 2 took 4 minutes on 2 busy cores |
+| `tiny` | random weights | anything | | | a minute, 4 steps |
 
 Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
 teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's

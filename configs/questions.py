@@ -31,9 +31,9 @@ def question_config(domain: str, setting: str) -> ConfigDict:
     set_student(config, name)
     if name in _REFERENCE:
         config.optimizer.learning_rate, config.accumulation = _REFERENCE[name]
-        config.data.length_multiple = 64  # questions are 50 to 400 tokens
+        config.data.length_multiple = 64  # fewer widths of prompts, fewer compilations
         config.data.max_train_items = 20_000  # 50 steps use 6,400; encoding all 182,822 takes minutes
-        config.data.too_long = "skip"  # a few questions are case reports; they are counted
+        config.data.too_long = "skip"  # questions beyond the limit are counted and said
         config.evaluation.batch_size = 128
         if name == "qwen3_8b":
             config.chat.template_kwargs.enable_thinking = False  # 512 tokens are too few to think in; inferred

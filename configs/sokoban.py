@@ -8,8 +8,8 @@
 |---|---|---|---|---|---|---|
 | `self` (default) | Qwen3-4B-Instruct-2507 | the same | TPU v5e-16 | 4.5 GB | 32 s | 1 h |
 | `cross` | Qwen3-4B, not thinking | Qwen3-8B | TPU v5e-16 | 5.0 GB | 35 s | 1 h |
-| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps: about 10 minutes on 2 cores |
-| `tiny` | random weights | the same | anything | | 2 s | a minute, 4 steps |
+| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps, not timed |
+| `tiny` | random weights | the same | anything | | | a minute, 4 steps |
 
 Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
 teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's

@@ -50,6 +50,7 @@ class Teachers:
         self.sample = answering.sampler(top_k)
         self.with_context, self.others = with_context, others
         self._prefixes = []
+        self._sampling_prefixes: dict[int | None, list[Past]] = {}  # of a frozen teacher, in the decode layout
         if kind == "frozen":
             self._prefixes = [encode(params, jnp.asarray(view.prefix_C)) for view in (with_context, *others)]
 
@@ -67,8 +68,13 @@ class Teachers:
         """Weights for sampling, and the encoded prefix of the context or of a context of retention."""
         params = {"frozen": self._params, "live": state and state.params, "ema": state and state.ema}[self._kind]
         params = self._answering.layout(params)
+        if other in self._sampling_prefixes:
+            return params, self._sampling_prefixes[other]
         view = self.with_context if other is None else self.others[other]
-        return params, self._answering.encode(params, jnp.asarray(view.prefix_C))
+        prefix = self._answering.encode(params, jnp.asarray(view.prefix_C))
+        if self._kind == "frozen":
+            self._sampling_prefixes[other] = prefix
+        return params, prefix
 
 
 class Drawn(NamedTuple):

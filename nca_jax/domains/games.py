@@ -17,7 +17,7 @@ from nca_jax.games.sokoban import sokoban_boards
 
 _log = logging.getLogger(__name__)
 
-EXPERIENCE_HEADING = "What earlier games have taught:"
+_EXPERIENCE_HEADING = "What earlier games have taught:"
 # Written by people, in the form the model's own items have, so that a config runs before any experience is gathered.
 _EXAMPLE_ITEMS = {
     "frozenlake": (
@@ -41,7 +41,7 @@ _BRIEF = system_context("Answer with the direction in brackets and nothing else.
 def experience_context(items: Sequence[str]) -> Context:
     """The context that experience items make: a system message with one line each."""
     lines = "\n".join(f"- EXPERIENCE ITEM: {item}" for item in items)
-    return system_context(f"{EXPERIENCE_HEADING}\n{lines}")
+    return system_context(f"{_EXPERIENCE_HEADING}\n{lines}")
 
 
 class BoardGame(Domain):

@@ -68,6 +68,8 @@ def _smollm2(**sizes: Any) -> Architecture:
     )
 
 
+_QWEN3_4B = {"hidden_size": 2560, "num_layers": 36, "num_heads": 32, "mlp_size": 9728, "tied_head": True}
+
 PRESETS = {
     "llama3_2_1b": _llama3(
         32.0, hidden_size=2048, num_layers=16, num_heads=32, head_dim=64, mlp_size=8192, tied_head=True
@@ -97,17 +99,9 @@ PRESETS = {
         tied_head=False,
     ),
     "qwen3_1_7b": _qwen3(hidden_size=2048, num_layers=28, num_heads=16, mlp_size=6144, tied_head=True),
-    "qwen3_4b": _qwen3(hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied_head=True),
-    # The 2507 releases of the same sizes reach further.
-    "qwen3_4b_2507": _qwen3(
-        hidden_size=2560,
-        num_layers=36,
-        num_heads=32,
-        mlp_size=9728,
-        tied_head=True,
-        rope_theta=5_000_000.0,
-        max_positions=262_144,
-    ),
+    "qwen3_4b": _qwen3(**_QWEN3_4B),
+    # The 2507 release has the same sizes and reaches further.
+    "qwen3_4b_2507": _qwen3(rope_theta=5_000_000.0, max_positions=262_144, **_QWEN3_4B),
     "qwen3_8b": _qwen3(hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied_head=False),
     "smollm2_135m": _smollm2(
         vocab_size=49_152, hidden_size=576, num_layers=30, num_heads=9, head_dim=64, mlp_size=1536
