@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     config.seed = 0  # of data order, sampling and random weights
     config.steps = 50  # optimizer steps [C]
     config.batch_size = 128  # prompts a step, one response each [C]
-    config.accumulation = 1  # micro-batches a step; must divide batch_size
+    config.accumulation = 1  # micro-batches a step, must divide batch_size; 0: as many as give each device one row
 
     config.model = ConfigDict()
     config.model.source = placeholder(str)  # directory, gs:// path, Hub id owner/name[@revision], packaged model
@@ -107,7 +107,9 @@ def get_config() -> ConfigDict:
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 2  # steps [C]; also after the last
+    config.checkpoint.minutes = 0.0  # also when so many have passed since the last one; 0: off
     config.checkpoint.keep = 2  # newest ones
+    config.checkpoint.keep_best = 0  # and those with the best no-context accuracy on the evaluation split
 
     config.export = ConfigDict()  # at the end, to <workdir>/huggingface
     config.export.huggingface = False  # True: a directory that transformers and servers load
@@ -118,8 +120,16 @@ def get_config() -> ConfigDict:
     config.log.samples_every = 5  # steps between entries of samples.jsonl
     config.log.samples = 4  # prompts per entry, each answered in both views
 
+    config.profile = ConfigDict()  # a trace for xprof, in <workdir>/profile
+    config.profile.first_step = 3  # later than what is compiled at first
+    config.profile.steps = 0  # 0: no trace
+
+    config.watchdog = ConfigDict()
+    config.watchdog.minutes = 30.0  # without progress until a job of several processes ends with code 75; 0: off
+
     config.mesh = ConfigDict()
-    config.mesh.data = 1  # replicas of the weights
+    config.mesh.replica = 0  # copies of the weights, each within a slice; 0: one for each slice
+    config.mesh.data = 1  # copies of the weights within a replica
     config.mesh.fsdp = -1  # shards of weights and optimizer; -1: all devices that are left
     config.mesh.tensor = 1  # shards of heads, mlp and vocabulary
     config.mesh.decode_tensor = 0  # devices that hold the weights together while sampling; 0: the fewest for decode_gb

@@ -28,7 +28,7 @@ def game_config(domain: str, student: str, *, ablations: list[str]) -> ConfigDic
 
 def _make_reference(config: ConfigDict) -> None:
     config.batch_size = 64  # environments a step [C]
-    config.accumulation = 20  # 64 x 5 turns in micro-batches of 16 rows, one a chip of a v5e-16
+    config.accumulation = 0  # of 64 x 5 turns one a device at a time
     config.data.max_prompt_tokens = 10_240  # experience of at most 8192 [C], and five boards
     config.data.length_multiple = 256
     config.rollout.max_new_tokens = 1024  # a turn [C]

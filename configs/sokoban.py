@@ -4,17 +4,16 @@
     python -m nca_jax.main --config=configs/sokoban.py:self \\
         --config.context.file=experience/sokoban_self/context.json
 
-| setting | student | teacher | meant for | static bytes a chip | a step | 50 steps, 6 evaluations |
+| setting | student | teacher | smallest TPU v5e | GiB of 15.75 | a step | 50 steps, 6 evaluations |
 |---|---|---|---|---|---|---|
-| `self` (default) | Qwen3-4B-Instruct-2507 | the same | TPU v5e-16 | 4.5 GB | 32 s | 1 h |
-| `cross` | Qwen3-4B, not thinking | Qwen3-8B | TPU v5e-16 | 5.0 GB | 35 s | 1 h |
-| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop | 2.4 GB | | 6 steps, not timed |
+| `self` (default) | Qwen3-4B-Instruct-2507 | the same | 4x4 | 14.6 | 105 s | 2 h |
+| `cross` | Qwen3-4B, not thinking | Qwen3-8B | 4x4 | 14.9 | 110 s | 2 h |
+| `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop: 2.4 GB | | | 6 steps, not timed |
 | `tiny` | random weights | the same | anything | | | a minute, 4 steps |
 
-Bytes: 16 for each of the student's parameters (float32 master, both Adam moments, gradient) and 2 for each of the
-teacher's, over 16 chips of 16 GB; activations come on top. Times are estimates, nothing has run on a TPU: a step's
-FLOPs at 40 % of the chips' peak; for rollouts and evaluations 4 to 5 ms a token, which is reading a chip's share of
-the weights and two reductions a layer. Compilation, minutes, comes on top.
+GiB: what a device needs at its fullest, as the TPU's compiler says for the longest prompts and responses that the
+config lets pass. Times: estimates from shapes, with all responses the longest. Both by `python -m nca_jax.plan`;
+nothing has run on a TPU. Compilation, minutes, comes on top. Other chips: docs/scaling.md.
 
 Values as in frozenlake.py. Inferred: the cross setting, both of its models, and that neither thinks. Boards are
 random, and each is proved to be winnable within five turns; those of the reference are not (about one in eight needs

@@ -14,10 +14,10 @@ from ml_collections import ConfigDict
 
 from nca_jax import settings
 from nca_jax.axes import named, parts
-from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params, Past, decoder_graph, weight_table
 from nca_jax.models.fused_attention import attention_kind
+from nca_jax.models.layers import is_stacked, layer_sharding
 from nca_jax.rollout import Rollout, make_sampler
 from nca_jax.sharding import batch_sharding, like_params, make_decode_mesh, params_sharding
 from nca_jax.train_step import Batch, Objective, Retained, Teacher, TrainState, View, make_train_step, shared_prefix
@@ -53,6 +53,7 @@ class Job:
       student_sharding, teacher_sharding: weight name -> where it lies in training.
       encode_teacher: jitted (params, prefix_C) -> list with the prefix's keys and values, as the step takes them.
       objective: the loss.
+      micro_batches: that a step's batch is cut into.
       learning_rate: by step, from 0.
       initial_state: jitted, params (donated) -> TrainState, laid out on the mesh.
       train_step: jitted, (state (donated), teacher, batch) -> (state, metrics).
@@ -65,6 +66,7 @@ class Job:
     teacher_sharding: dict[str, NamedSharding]
     encode_teacher: Callable[[Params, jax.Array], list[Past]]
     objective: Objective
+    micro_batches: int
     learning_rate: optax.Schedule
     initial_state: Callable[[Params], TrainState]
     train_step: Callable[[TrainState, Teacher, Batch], tuple[TrainState, dict[str, jax.Array]]]
@@ -92,22 +94,33 @@ def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vo
 
     def sampler(top_k: int) -> Callable[..., Rollout]:
         if top_k not in samplers:
-            sample = make_sampler(
+            samplers[top_k] = make_sampler(
                 graph,
                 max_new_tokens=config.rollout.max_new_tokens,
                 eos_ids=eos_ids,
                 vocab_size=vocab_size,
                 top_k=top_k,
             )
-            samplers[top_k] = sample if mesh.size == 1 else partial(_sample_on, mesh, sample)
         return samplers[top_k]
 
     # Training too casts matrices to the compute dtype, and leaves the final norm's scale as it is.
-    matrices = {name for name, spec in weight_table(arch).items() if len(spec.shape) > 1}
+    table = weight_table(arch)
+    matrices = {name for name, spec in table.items() if len(spec.shape) > 1}
+    of_layer = {name: layer_sharding(spec, sharding[name]) for name, spec in table.items() if is_stacked(spec)}
+
+    def cast(name: str, weight: jax.Array) -> jax.Array:
+        return weight.astype(dtype) if name in matrices else weight
 
     @partial(jax.jit, out_shardings=sharding)
     def moved(params: Params) -> Params:
-        return {name: weight.astype(dtype) if name in matrices else weight for name, weight in params.items()}
+        """A layer at a time: all at once, whole weights of every layer would be on a device for a moment."""
+
+        def one_layer(_, layer: Params):
+            layer = {name: cast(name, weight) for name, weight in layer.items()}
+            return None, jax.lax.with_sharding_constraint(layer, of_layer)
+
+        _, stacked = jax.lax.scan(one_layer, None, {name: params[name] for name in of_layer})
+        return {name: stacked[name] if name in stacked else cast(name, params[name]) for name in table}
 
     def layout(params: Params) -> Params:
         if mesh.size == 1 and all(params[name].dtype == dtype for name in matrices):
@@ -115,14 +128,6 @@ def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vo
         return moved(params)
 
     return Answering(mesh, sharding, layout, _encoder(graph), sampler)
-
-
-def _sample_on(mesh: Mesh, sample: Callable[..., Rollout], params, prefix, prompt, length, active, key, sampling):
-    """`sample` with its rows shared out; rows that do not divide are computed by all."""
-    axis = "batch" if len(length) % parts(mesh, "batch") == 0 else None
-    rows, row = named(mesh, axis, None), named(mesh, axis)
-    prompt, length, active, key = jax.device_put((prompt, length, active, key), (rows, row, row, row))
-    return sample(params, prefix, prompt, length, active, key, sampling)
 
 
 def _graph(config: ConfigDict, arch: Architecture, mesh: Mesh) -> nnx.GraphDef:
@@ -147,17 +152,12 @@ def assemble(
 
     Args and errors as `answering`; and a batch that the mesh does not divide.
     """
-    rows, devices = settings.rows(config) // config.accumulation, mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % devices:
-        raise UserError(
-            f"the {rows} rows of a micro-batch do not divide over the data x fsdp mesh {dict(mesh.shape)}; change "
-            "config.batch_size, config.accumulation or config.mesh."
-        )
+    micro_batches = settings.micro_batches(config, parts(mesh, "batch"))
     graph, teacher_graph = _graph(config, student, mesh), _graph(config, teacher, mesh)
     student_sharding, teacher_sharding = params_sharding(mesh, student), params_sharding(mesh, teacher)
     objective = settings.make_objective(config, vocab_size)
     optimizer, learning_rate = settings.make_optimizer(config)
-    step = make_train_step(graph, teacher_graph, optimizer, objective, config.accumulation, mesh)
+    step = make_train_step(graph, teacher_graph, optimizer, objective, micro_batches, mesh)
 
     def initial_state(params: Params) -> TrainState:
         return TrainState(jnp.int32(0), params, optimizer.init(params), params if objective.teacher == "ema" else None)
@@ -172,6 +172,7 @@ def assemble(
         teacher_sharding=teacher_sharding,
         encode_teacher=_encoder(teacher_graph),
         objective=objective,
+        micro_batches=micro_batches,
         learning_rate=learning_rate,
         initial_state=jax.jit(initial_state, donate_argnums=0, out_shardings=sharding),
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(sharding, replicated)),

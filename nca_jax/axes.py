@@ -1,12 +1,18 @@
-"""The one table that says which mesh axes each logical axis is split over, and what follows from it."""
+"""The one table that says which mesh axes each logical axis is split over, and what follows from it.
+
+Mesh axes, from the slowest network to the fastest: "replica" (across slices, over the data-centre network), "data",
+"fsdp", "tensor".
+"""
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+MESH_AXES = ("replica", "data", "fsdp", "tensor")
+
 # Logical axis -> mesh axes; None is replicated. Axes of weights are named in `decoder.weight_table`.
 RULES: dict[str, tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("replica", "data", "fsdp"),
     "layers": None,
     "embed": ("fsdp",),
     "vocab": ("tensor",),
@@ -17,9 +23,9 @@ RULES: dict[str, tuple[str, ...] | None] = {
     "norm": None,
     # In the loss each device takes a part of the vocabulary, for the positions of all devices of its data group: moving
     # hidden states costs a fraction of gathering the head and reducing its float32 gradient.
-    "loss_rows": ("data",),
+    "loss_rows": ("replica", "data"),
     "head_vocab": ("tensor", "fsdp"),
-    # Tokens of a prefix that all examples share: the work of encoding it is divided, not repeated.
+    # Tokens of a prefix that all examples share: the work of encoding it is divided, not repeated, within a slice.
     "prefix": ("data", "fsdp"),
 }
 

@@ -15,6 +15,7 @@ from nca_jax.data.chat import PackedView
 from nca_jax.domains.base import Example
 from nca_jax.errors import UserError
 from nca_jax.models.decoder import Params, Past
+from nca_jax.processes import is_first, of_first, place, wait_for_all
 from nca_jax.rollout import Rollout, Sampling, example_keys
 from nca_jax.sharding import batch_sharding
 from nca_jax.train_step import Batch, Retained, Teacher, TrainState, View
@@ -81,8 +82,16 @@ class Drawn(NamedTuple):
     """What was drawn for a step."""
 
     batch: Batch
+    rows: int  # of the batch, the first ones, that hold a response; the rest is padding
     detail: Any  # the responses, for `show`
     metrics: dict[str, float | jax.Array]  # of the rollout
+
+
+class Shown(NamedTuple):
+    """Samples to look at; the records are made when they are called for, so that the device need not wait."""
+
+    ready: Any  # array that is there when they are drawn; None: they are
+    records: Callable[[], list[dict[str, str]]]
 
 
 class Batches:
@@ -130,15 +139,12 @@ class Batches:
         retained = self._retained(state, index_B, step, keys) if self._retention else None
         metrics = {"rollout/truncated": rollout.truncated_B.mean()}
         batch = Batch(self._place(rows_x), self._place(rows_c), *self._placed(rollout), retained)
-        return Drawn(batch, rollout, metrics)
+        return Drawn(batch, len(index_B), rollout, metrics)
 
-    def show(
-        self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn
-    ) -> Callable[[], list[dict[str, str]]]:
+    def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Shown:
         """The first few prompts with a response in each view, for people to look at.
 
-        The responses with the context are drawn now, with the student that drew the others; the records are made when
-        the function that is returned is called, so that the device need not wait.
+        The responses with the context are drawn now, with the student that drew the others.
         """
         index = index_B[: self._shown]
         keys = example_keys(self._seed, step, jnp.arange(len(index)))
@@ -151,22 +157,24 @@ class Batches:
                 found.append({"id": example.id, "prompt": example.prompt, "no_context": x, "with_context": c})
             return found
 
-        return records
+        return Shown(with_context.truncated_B, records)
 
     def cache_retained(self, path: epath.Path) -> None:
         """Draws the teacher's response to every example under every context of retention, or reads them if they are
         there: a run that is continued goes on with the same ones."""
-        if not path.exists():
+        if not of_first(path.exists()):
             arrays = {}
             for i, other in enumerate(self._teachers.others):
                 E = len(other.prompt_length_E)
                 drawn = [self._all_of(other, i, first) for first in range(0, E, self._batch_size)]
                 for name, parts in zip(("response", "mask"), zip(*drawn, strict=True), strict=True):
                     arrays[f"{name}_{i}"] = np.concatenate(parts)[:E]
-            temporary = path.with_name(path.name + ".tmp")
-            with temporary.open("wb") as file:
-                np.savez(file, **arrays)
-            temporary.replace(path)
+            if is_first():
+                temporary = path.with_name(path.name + ".tmp")
+                with temporary.open("wb") as file:
+                    np.savez(file, **arrays)
+                temporary.replace(path)
+            wait_for_all("responses of retention are written")
         try:
             with path.open("rb") as file:
                 saved = np.load(file)
@@ -187,8 +195,8 @@ class Batches:
         rows = self._teachers.others[i].rows(index_B)
         if self._cache:
             response, mask = (x[index_B] for x in self._cache[i])
-            place = self._sharding.retained
-            cached = jax.device_put((response, mask), (place.response_BxR, place.response_mask_BxR))
+            sharding = self._sharding.retained
+            cached = place((response, mask), (sharding.response_BxR, sharding.response_mask_BxR))
             return Retained(self._place(rows), *cached)
         params, prefix = self._teachers.now(state, i)
         rollout = self._draw(self._teachers.sample, params, prefix, rows, retained_keys(keys))
@@ -206,8 +214,8 @@ class Batches:
 
     def _placed(self, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
         """Responses and masks where the step wants them."""
-        place = self._sharding
-        return jax.device_put((rollout.response_BxR, rollout.mask_BxR), (place.response_BxR, place.response_mask_BxR))
+        where = (self._sharding.response_BxR, self._sharding.response_mask_BxR)
+        return jax.device_put((rollout.response_BxR, rollout.mask_BxR), where)
 
     def _texts(self, rollout: Rollout) -> list[str]:
         response_BxR, mask_BxR = jax.device_get((rollout.response_BxR[: self._shown], rollout.mask_BxR[: self._shown]))
@@ -215,7 +223,7 @@ class Batches:
 
     def _place(self, rows: PackedView) -> View:
         view = View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
-        return jax.device_put(view, self._sharding.no_context)
+        return place(view, self._sharding.no_context)
 
 
 def retained_keys(keys: jax.Array) -> jax.Array:

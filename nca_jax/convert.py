@@ -20,11 +20,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from etils import epath
 
 from nca_jax.command import set_up_logging
 from nca_jax.errors import UserError
-from nca_jax.files import read_json
+from nca_jax.files import absolute, read_json
 from nca_jax.models import huggingface, orbax_params
 from nca_jax.models.architecture import Architecture, load_architecture
 from nca_jax.models.export import EXPORT_DTYPES, Written, export_dtype, write_huggingface, write_orbax
@@ -128,7 +129,7 @@ def _open_weights(arguments: argparse.Namespace) -> tuple[str, Architecture, Cal
         small_files = path / "model"
         if not (small_files / "config.json").exists():
             raise UserError(f"{small_files} has no config.json; the workdir is not complete, or of an older version.")
-        steps = sorted(int(p.name) for p in (path / "checkpoints").iterdir() if p.name.isdigit())
+        steps = sorted(ocp.utils.checkpoint_steps(absolute(path / "checkpoints")))
         step = arguments.step if arguments.step is not None else (steps or [None])[-1]
         if step not in steps:
             raise UserError(f"{path} has no checkpoint {'' if step is None else step}; there are {steps}.")

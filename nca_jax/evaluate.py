@@ -18,6 +18,7 @@ from nca_jax.axes import parts
 from nca_jax.data.chat import ChatFormat, PackedView, pack_view
 from nca_jax.data.pipeline import encode_pairs, fitting
 from nca_jax.domains.base import Domain, Example, Probe, Score
+from nca_jax.files import write_text
 from nca_jax.games.episode import Episode
 from nca_jax.metrics import accuracy, paired_metrics
 from nca_jax.models.decoder import Params, Past
@@ -115,9 +116,14 @@ class Evaluator:
         self._examples, self._views = examples, views
         self._batch_size, self._seed, self._sampling = batch_size, seed, sampling
 
+    @property
+    def views(self) -> list[str]:
+        """Names of the views."""
+        return [view.name for view in self._views]
+
     def __call__(self, params: Params) -> dict[str, list[ItemResult]]:
         """View name -> one result per item, in the items' order; the weights are in the decode layout."""
-        return {view.name: self.view(params, view.name) for view in self._views}
+        return {name: self.view(params, name) for name in self.views}
 
     def view(self, params: Params, name: str) -> list[ItemResult]:
         """One view alone."""
@@ -169,9 +175,14 @@ class GameEvaluator:
     def __init__(self, players: Mapping[str, Player], examples: Sequence[Example], seed: int):
         self._players, self._examples, self._seed = players, examples, seed
 
+    @property
+    def views(self) -> list[str]:
+        """Names of the views."""
+        return list(self._players)
+
     def __call__(self, params: Params) -> dict[str, list[GameResult]]:
         """View name -> one result per game, in the examples' order; the weights are in the decode layout."""
-        return {name: self.view(params, name) for name in self._players}
+        return {name: self.view(params, name) for name in self.views}
 
     def view(self, params: Params, name: str) -> list[GameResult]:
         """One view alone."""
@@ -210,16 +221,18 @@ def make_evaluator(
     sample = answering.sampler(settings.top_k)
     sampling = Sampling(float(settings.temperature), float(settings.top_p))
     multiple = math.lcm(prefix_multiple, parts(answering.mesh, "prefix"))
+    devices = parts(answering.mesh, "batch")
     if not domain.is_multi_turn:
         limit = (config.data.max_prompt_tokens, config.data.too_long)
         examples, views = build_views(chat, domain, examples, probes, *limit, multiple)
+        rows = _rows(settings.batch_size, len(examples), devices)
         return Evaluator(
             sample=sample,
             encode=answering.encode,
             decode=decode,
             examples=examples,
             views=views,
-            batch_size=min(settings.batch_size, len(examples)),
+            batch_size=rows,
             seed=config.seed,
             sampling=sampling,
         )
@@ -237,12 +250,17 @@ def make_evaluator(
             encode=answering.encode,
             decode=decode,
             sampling=sampling,
-            rows=min(settings.batch_size, len(examples)),
-            devices=parts(answering.mesh, "batch"),
+            rows=_rows(settings.batch_size, len(examples), devices),
+            devices=devices,
             length_multiple=config.data.length_multiple,
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
     return GameEvaluator(players, examples, config.seed)
+
+
+def _rows(batch_size: int, items: int, devices: int) -> int:
+    """Rows sampled at once, such that the devices can share them out; those too many are inactive."""
+    return -(-min(batch_size, items) // devices) * devices
 
 
 def _game_result(view: str, example: Example, episode: Episode, turns: Sequence[TurnTokens]) -> GameResult:
@@ -308,6 +326,4 @@ def write_items(path: epath.Path, results: dict[str, list[ItemResult]]) -> None:
     """One JSON line per item and view, complete or not there at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(dataclasses.asdict(item), ensure_ascii=False) for items in results.values() for item in items]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.replace(path)
+    write_text(path, "\n".join(lines) + "\n")

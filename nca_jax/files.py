@@ -15,6 +15,12 @@ def is_bucket(path: str | epath.Path) -> bool:
     return str(path).startswith("gs://")
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+    """A path as Orbax takes it. The method of that name makes a local directory `gs:` of a bucket."""
+    path = epath.Path(path)
+    return path if is_bucket(path) else path.absolute()
+
+
 @contextlib.contextmanager
 def new_model_directory(target: epath.Path, overwrite: bool = False) -> Iterator[epath.Path]:
     """A directory to fill, which becomes `target` when the block ends well and vanishes when it raises.
@@ -60,6 +66,9 @@ def new_model_directory(target: epath.Path, overwrite: bool = False) -> Iterator
 
 def write_text(path: epath.Path, text: str) -> None:
     """Replaces a file's content in one step."""
+    if is_bucket(path):  # an object appears whole, and is never renamed but copied
+        path.write_text(text)
+        return
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     temporary.replace(path)

@@ -11,12 +11,13 @@ from ml_collections import ConfigDict
 
 from nca_jax.assembly import Answering
 from nca_jax.axes import parts
-from nca_jax.batches import Drawn, Teachers, retained_keys
+from nca_jax.batches import Drawn, Shown, Teachers, retained_keys
 from nca_jax.data.chat import ChatFormat, Context, PackedView, pad_prompts
 from nca_jax.domains.base import Example
 from nca_jax.domains.games import BoardGame
 from nca_jax.games.episode import Episode
 from nca_jax.multi_turn import Player, TurnTokens, own_tokens, transcript
+from nca_jax.processes import place
 from nca_jax.rollout import Sampling, example_keys
 from nca_jax.settings import rows
 from nca_jax.sharding import batch_sharding
@@ -93,9 +94,10 @@ class GameBatches:
         view_c = self._view([pair.with_context for pair in pairs], self._with_context)
         responses = self._responses([(turn.response_R, turn.mask_R) for turn in turns])
         retained = self._retained(state, turns, step, keys) if self._retention else None
-        return Drawn(Batch(view_x, view_c, *responses, retained), episodes, _metrics(episodes, turns))
+        batch = Batch(view_x, view_c, *responses, retained)
+        return Drawn(batch, len(turns), episodes, _metrics(episodes, turns))
 
-    def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Callable[[], list[dict]]:
+    def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Shown:
         """The first few games as they were played, and as the student plays them with the context."""
         examples = [self._examples[i] for i in index_B[: self._shown]]
         keys = example_keys(self._seed, step, jnp.arange(len(index_B)))
@@ -104,7 +106,7 @@ class GameBatches:
             {"id": e.id, "prompt": e.prompt, "no_context": transcript(x), "with_context": transcript(c)}
             for e, x, c in zip(examples, drawn.detail[: self._shown], with_context, strict=True)
         ]
-        return lambda: records
+        return Shown(None, lambda: records)
 
     def _retained(self, state: TrainState, turns: Sequence[TurnTokens], step: int, keys: jax.Array) -> Retained:
         """The turns' prompts under another context, and the teacher's responses to them."""
@@ -125,8 +127,8 @@ class GameBatches:
         mask_BxR = np.zeros(response_BxR.shape, bool)
         for row, (response_R, mask_R) in enumerate(drawn):
             response_BxR[row], mask_BxR[row] = response_R, mask_R
-        place = self._sharding
-        return jax.device_put((response_BxR, mask_BxR), (place.response_BxR, place.response_mask_BxR))
+        where = (self._sharding.response_BxR, self._sharding.response_mask_BxR)
+        return place((response_BxR, mask_BxR), where)
 
     def _view(self, prompts: Sequence[tuple[int, ...]], like: PackedView) -> View:
         """The prompts on the mesh; rows that no turn fills repeat the first.
@@ -137,7 +139,7 @@ class GameBatches:
         own = [own_tokens(ids, tuple(like.prefix_C.tolist())) for ids in prompts]
         own += [own[0]] * (self._rows - len(own))
         prompt_BxP, length_B = pad_prompts(own, self._length_multiple, at_least=like.prompt_ExP.shape[1])
-        return jax.device_put(View(like.prefix_C, prompt_BxP, length_B), self._sharding.no_context)
+        return place(View(like.prefix_C, prompt_BxP, length_B), self._sharding.no_context)
 
 
 def _metrics(episodes: Sequence[Episode], turns: Sequence[TurnTokens]) -> dict[str, float]:

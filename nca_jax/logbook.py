@@ -2,48 +2,77 @@
 
 import json
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from nca_jax.files import is_bucket, write_text
+
+# Nothing can be appended to an object of a bucket: records are written anew, at most every so many seconds, and so
+# seldom that it takes no more than this share of the time, however many they have become.
+_BUCKET_SECONDS = 10
+_BUCKET_SHARE = 0.05
+
 
 class Logbook:
     """Appends records; after a restart, records of steps that were not checkpointed are dropped and written again.
+
+    On a disk a record is there at once. To a bucket it comes within seconds, and to TensorBoard there by `flush` only,
+    which has to be called before a checkpoint is written: steps up to it are not done again, nor their records.
 
     Args:
       workdir: of the run.
       continued_from: the checkpointed step the run continues from; records up to it stay. None: the run begins, and
         what one that was killed before its first checkpoint has left is dropped.
       total_steps: for the progress line.
+      writes: False in all processes of a job but the first: nothing is written, nor shown.
     """
 
-    def __init__(self, workdir: epath.Path, continued_from: int | None, total_steps: int):
+    def __init__(self, workdir: epath.Path, continued_from: int | None, total_steps: int, writes: bool = True):
+        self._writes = writes
+        if not writes:
+            return
         self._files = {name: workdir / f"{name}.jsonl" for name in ("metrics", "samples")}
-        for path in self._files.values():
-            _drop_after(path, -1 if continued_from is None else continued_from)
+        last = -1 if continued_from is None else continued_from
+        lines = {name: _lines_until(path, last) for name, path in self._files.items()}
+        for name, path in self._files.items():
+            if path.exists():
+                write_text(path, "".join(lines[name]))
         start_step = continued_from or 0
-        purge_step = 0 if continued_from is None else start_step + 1
-        self._tensorboard = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge_step)
+        self._events = workdir / "tensorboard"
+        self._local_events: tempfile.TemporaryDirectory | None = None
+        if is_bucket(workdir):
+            self._lines, self._unwritten = lines, set()
+            self._next_write = time.monotonic() + _BUCKET_SECONDS
+            self._local_events = tempfile.TemporaryDirectory(prefix="nca_jax_tensorboard_")
+        self._tensorboard = self._new_events(purge_step=0 if continued_from is None else start_step + 1)
         self._total = total_steps
         # On a terminal a bar; elsewhere (a log file) a line for each step.
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None, dynamic_ncols=True)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One record of metrics.jsonl; wall-clock values have names that begin with "time/"."""
-        self._append("metrics", {"step": step, **values})
+        if not self._writes:
+            return
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
+        self._append("metrics", [{"step": step, **values}])
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Records of samples.jsonl, one a prompt."""
-        for record in records:
-            self._append("samples", {"step": step, **record})
+        if self._writes:
+            self._append("samples", [{"step": step, **record} for record in records])
 
     def progress(self, step: int, values: Mapping[str, float], tokens_per_second: float, seconds_left: float) -> None:
         """Shows a finished step: its losses, the speed and the time that is left."""
+        if not self._writes:
+            return
         losses = " ".join(f"{name} {values[name]:.4f}" for name in ("loss", "opd", "nca"))
         if self._bar.disable:
             left = f"{int(seconds_left) // 60}:{int(seconds_left) % 60:02d} left"
@@ -54,33 +83,82 @@ class Logbook:
 
     def say(self, line: str) -> None:
         """A line above the bar."""
-        tqdm.write(line, file=sys.stderr)
+        if self._writes:
+            tqdm.write(line, file=sys.stderr)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl holds an evaluation at that step."""
+        return self.last_evaluation().get("step") == step
 
     def last_evaluation(self) -> dict[str, Any]:
-        """The newest record of metrics.jsonl that holds an evaluation."""
-        records = map(json.loads, filter(None, self._files["metrics"].read_text().split("\n")))
+        """The newest record of metrics.jsonl that holds an evaluation; {} where nothing is written."""
+        if not self._writes:
+            return {}
+        lines = self._lines["metrics"] if self._local_events else self._files["metrics"].read_text().split("\n")
+        records = map(json.loads, filter(None, lines))
         return [record for record in records if any(key.startswith("eval/") for key in record)][-1]
 
+    def flush(self) -> None:
+        """Returns when all records are where they stay."""
+        if not self._writes:
+            return
+        if not self._local_events:
+            self._tensorboard.flush()
+            return
+        self._write_records()
+        self._copy_events()
+        self._tensorboard = self._new_events()
+
     def close(self) -> None:
+        if not self._writes:
+            return
         self._bar.close()
+        if not self._local_events:
+            self._tensorboard.close()
+            return
+        self._write_records()
+        self._copy_events()
+        self._local_events.cleanup()
+
+    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        if not self._local_events:
+            with self._files[name].open("a") as file:
+                file.writelines(lines)
+            return
+        self._lines[name].extend(lines)
+        self._unwritten.add(name)
+        if time.monotonic() >= self._next_write:
+            self._write_records()
+
+    def _write_records(self) -> None:
+        began = time.monotonic()
+        for name in sorted(self._unwritten):
+            write_text(self._files[name], "".join(self._lines[name]))
+        self._unwritten.clear()
+        ended = time.monotonic()
+        self._next_write = ended + max(_BUCKET_SECONDS, (ended - began) / _BUCKET_SHARE)
+
+    def _new_events(self, purge_step: int | None = None) -> SummaryWriter:
+        directory = self._local_events.name if self._local_events else str(self._events)
+        # The library's own names differ only from one second to the next.
+        return SummaryWriter(directory, purge_step=purge_step, filename_suffix=f".{time.time_ns()}")
+
+    def _copy_events(self) -> None:
+        """Ends the file of events, or some might still be missing in it, and copies it to the bucket."""
         self._tensorboard.close()
+        for file in Path(self._local_events.name).iterdir():
+            (self._events / file.name).write_bytes(file.read_bytes())
+            file.unlink()
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        with self._files[name].open("a") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-
-def _drop_after(path: epath.Path, step: int) -> None:
-    """Removes records of later steps, and a last line that a killed process left unfinished."""
-    if not path.exists():
-        return
+def _lines_until(path: epath.Path, step: int) -> list[str]:
+    """Records without those of later steps, nor a last line that a killed process left unfinished."""
     kept = []
     # Not splitlines(): a model's text may hold other characters that it takes for the end of a line.
-    *lines, _unfinished = path.read_text().split("\n")
+    *lines, _unfinished = path.read_text().split("\n") if path.exists() else [""]
     for line in lines:
         if json.loads(line)["step"] > step:
             break
         kept.append(line + "\n")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    return kept

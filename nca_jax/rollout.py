@@ -1,12 +1,14 @@
-"""Sampling with a key/value cache: prefill and decode under one jit, on the training parameters themselves."""
+"""Sampling with a key/value cache: prefill and decode under one jit, rows shared out over the model's mesh."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nca_jax.axes import constrain
 from nca_jax.models.decoder import Params, Past
 from nca_jax.objectives import log_probabilities
 
@@ -62,7 +64,8 @@ def make_sampler(
 
     Returns:
       sample(params, prefix, prompt_BxP, prompt_length_B, active_B, key_B, sampling) -> Rollout. `prefix` is a list with
-      the shared `Past` or empty; `active_B` false gives an empty response and costs no decode step of its own.
+      the shared `Past` or empty; `active_B` false gives an empty response and costs no decode step of its own. Every
+      process gives all rows and gets all responses, whatever part of them its devices compute: they are small.
     """
     R = max_new_tokens
     eos_E = jnp.asarray(sorted(set(eos_ids)), jnp.int32)
@@ -71,6 +74,8 @@ def make_sampler(
     def sample(params: Params, prefix: list[Past], prompt_BxP, prompt_length_B, active_B, key_B, sampling: Sampling):
         model = nnx.merge(graph, params)
         B, P = prompt_BxP.shape
+        rows = partial(constrain, model.mesh)
+        prompt_BxP, prompt_length_B = rows(prompt_BxP, "batch", None), rows(prompt_length_B, "batch")
         start = prefix[0].k.shape[1] if prefix else 0
 
         hidden_BxPxD, (k_LxBxPxKxQ, v_LxBxPxKxQ) = model(prompt_BxP, start + jnp.arange(P)[None], prefix)
@@ -123,7 +128,8 @@ def make_sampler(
             "v_LxBxRxKxQ": jnp.zeros(cache_shape, k_LxBxPxKxQ.dtype),
         }
         end = jax.lax.while_loop(lambda c: (c["t"] < R) & ~c["done_B"].all(), decode, choose(empty, last_Bx1xD))
-        return Rollout(end["response_BxR"], end["mask_BxR"], end["log_prob_BxR"], active_B & ~end["done_B"])
+        drawn = Rollout(end["response_BxR"], end["mask_BxR"], end["log_prob_BxR"], active_B & ~end["done_B"])
+        return Rollout(*(rows(x, *[None] * x.ndim) for x in drawn))
 
     return sample
 

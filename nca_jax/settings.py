@@ -1,5 +1,6 @@
 """From the config to the values that the rooms take, checked before anything is loaded or written."""
 
+import math
 from typing import Any
 
 import jax
@@ -38,19 +39,20 @@ _CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 _AT_LEAST = {
-    1: "steps batch_size accumulation data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
+    1: "steps batch_size data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
     "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items "
-    "checkpoint.every checkpoint.keep log.samples_every log.samples",
-    0: "seed mesh.decode_tensor retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k "
-    "evaluation.temperature optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
+    "checkpoint.every checkpoint.keep log.samples_every log.samples profile.first_step",
+    0: "seed accumulation checkpoint.minutes checkpoint.keep_best profile.steps watchdog.minutes mesh.replica "
+    "mesh.decode_tensor retention.gamma anchor.beta anchor.start_step rollout.top_k "
+    "evaluation.top_k evaluation.temperature optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
 _ABOVE_ZERO = (
     "rollout.temperature rollout.top_p evaluation.top_p anchor.tau loss.jsd_weight teacher.ema_rate "
     "optimizer.learning_rate optimizer.clip_norm optimizer.eps export.shard_gb mesh.decode_gb"
 )
-# What may differ when a run is continued: it changes what is written or where arrays lie, and not the run. The context
-# itself is compared, wherever its file is.
-_FREE = ("log.", "checkpoint.", "mesh.", "export.", "context.")
+# What may differ when a run is continued: it changes what is written, or where and in how many parts things are
+# computed, and not the run. The context itself is compared, wherever its file is.
+_FREE = ("accumulation", "log.", "profile.", "watchdog.", "checkpoint.", "mesh.", "export.", "context.")
 
 
 def check(config: ConfigDict) -> None:
@@ -79,7 +81,7 @@ def check(config: ConfigDict) -> None:
     for key in ("model.source", "domain.name"):
         if flat[key] is None:
             raise UserError(f"config.{key} is not set; give it in the config file or as --config.{key}=…")
-    if rows(config) % config.accumulation:
+    if config.accumulation and rows(config) % config.accumulation:
         turns = "" if rows(config) == config.batch_size else f" x {rows(config) // config.batch_size} turns"
         raise UserError(
             f"config.batch_size {config.batch_size}{turns} does not divide into {config.accumulation} micro-batches; "
@@ -90,11 +92,8 @@ def check(config: ConfigDict) -> None:
 
 def _check_objective(config: ConfigDict) -> None:
     """What goes together."""
-    if rows(config) // config.accumulation % config.anchor.every:
-        raise UserError(
-            f"config.anchor.every {config.anchor.every} does not divide the {rows(config) // config.accumulation} "
-            "rows of a micro-batch."
-        )
+    if config.accumulation:
+        micro_batches(config, devices=1)
     if config.teacher.kind != "frozen" and config.teacher.source:
         raise UserError(f"config.teacher.kind={config.teacher.kind} follows the student; unset config.teacher.source.")
     if config.loss.divergence == "nll" and config.loss.support == "teacher_top_k":
@@ -113,7 +112,38 @@ def _check_objective(config: ConfigDict) -> None:
 
 def rows(config: ConfigDict) -> int:
     """Rows of a step's batch: its prompts, and in a game one for each turn that every game may take."""
-    return config.batch_size * config.domain.settings.get("max_turns", 1)
+    return config.batch_size * turns(config)
+
+
+def turns(config: ConfigDict) -> int:
+    """How many turns a game may take; 1 where there is no game."""
+    return config.domain.settings.get("max_turns", 1)
+
+
+def micro_batches(config: ConfigDict, devices: int) -> int:
+    """How many parts a step's batch is cut into on so many devices that share out its rows.
+
+    Raises:
+      UserError: the parts or the devices do not divide the batch.
+    """
+    of_step = rows(config)
+    count = config.accumulation or max(1, of_step // devices)
+    size = of_step // count
+    if of_step % count or size % devices:
+        possible = [n for n in range(1, of_step + 1) if of_step % n == 0 and of_step // n % devices == 0]
+        fix = f"config.accumulation to one of {', '.join(map(str, possible))}"
+        if not possible:
+            fix = f"config.batch_size to a multiple of {devices // math.gcd(devices, turns(config))}"
+        raise UserError(
+            f"the {size} rows of a micro-batch do not divide over the {devices} devices of replica x data x fsdp; set "
+            f"{fix}, or other sizes of config.mesh."
+        )
+    if size % config.anchor.every:
+        raise UserError(
+            f"config.anchor.every {config.anchor.every} does not divide the {size} rows of a micro-batch; set another, "
+            "or another config.accumulation."
+        )
+    return count
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

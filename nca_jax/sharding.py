@@ -1,35 +1,59 @@
 """The mesh, and where parameters, optimizer states and batches lie on it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from nca_jax.axes import RULES, named, parts
+from nca_jax.axes import MESH_AXES, RULES, named, parts
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import weight_table
 from nca_jax.train_step import Batch, Retained, View
 
 
-def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """A mesh over all devices, axes "data", "fsdp" and "tensor"; at most one size is -1, which means all the rest.
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The training mesh, axes `MESH_AXES`.
+
+    Args:
+      sizes: of each axis. At most one is -1, which means all devices that are left. "replica" 0 or missing means one
+        replica for each slice, so that only gradients, once a step, go over the network between slices.
+      devices: all of which are used; None: those of all processes.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: the sizes do not multiply to the number of devices, or a replica would span slices.
     """
-    names = ("data", "fsdp", "tensor")
-    shape = [sizes[name] for name in names]
-    count = jax.device_count()
+    devices = jax.devices() if devices is None else list(devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    shape = [sizes.get("replica", 0) or slices, *(sizes[name] for name in MESH_AXES[1:])]
     given = [size for size in shape if size != -1]
-    known = int(np.prod(given))
+    known, count = int(np.prod(given)), len(devices)
     fits = min(given, default=1) >= 1 and (count % known == 0 if -1 in shape else known == count)
     if shape.count(-1) > 1 or not fits:
-        raise UserError(f"mesh sizes {dict(sizes)} do not fit {count} devices; set one of them to -1.")
-    shape = [count // known if s == -1 else s for s in shape]
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        where = f"{count} devices" + (f" in {slices} slices" if slices > 1 else "")
+        raise UserError(f"mesh sizes {dict(sizes)} do not fit {where}; set one of them to -1.")
+    shape = [count // known if size == -1 else size for size in shape]
+    if shape[0] % slices:
+        raise UserError(
+            f"config.mesh.replica {shape[0]} is no multiple of the {slices} slices, so weights would be gathered over "
+            "the network between them; set it to 0, one replica for each slice."
+        )
+    # Two logical axes may share a physical one: without that, 8 x 2 would be refused on 4 x 4 chips.
+    if slices == 1:
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        within = (shape[0] // slices, *shape[1:])
+        arranged = mesh_utils.create_hybrid_device_mesh(
+            within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+        )
+    return _mesh(arranged)
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def make_decode_mesh(mesh: Mesh, arch: Architecture, dtype: np.dtype, tensor: int, budget_gb: float) -> Mesh:
@@ -49,22 +73,22 @@ def make_decode_mesh(mesh: Mesh, arch: Architecture, dtype: np.dtype, tensor: in
       UserError: `tensor` divides the devices or a weight not.
     """
     devices = mesh.devices.reshape(-1)  # in the training mesh's order, so that arrays can move within one program
+    near = len(devices) // mesh.shape["replica"]  # a group does not span slices
 
     def of(size: int) -> Mesh:
-        shape = (len(devices) // size, 1, size)
-        return Mesh(devices.reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+        return _mesh(devices.reshape(1, len(devices) // size, 1, size))
 
     if tensor:
-        if len(devices) % tensor:
+        if near % tensor:
             raise UserError(
-                f"config.mesh.decode_tensor {tensor} does not divide {len(devices)} devices; choose another."
+                f"config.mesh.decode_tensor {tensor} does not divide the {near} devices of a replica; choose another."
             )
         params_sharding(of(tensor), arch)
         return of(tensor)
     total_gb = sum(int(np.prod(spec.shape)) for spec in weight_table(arch).values()) * np.dtype(dtype).itemsize / 1e9
     chosen = 1
-    for size in range(1, len(devices) + 1):
-        if len(devices) % size == 0 and _divides(of(size), arch):
+    for size in range(1, near + 1):
+        if near % size == 0 and _divides(of(size), arch):
             chosen = size
             if total_gb / size <= budget_gb:
                 break
@@ -89,9 +113,11 @@ def params_sharding(mesh: Mesh, arch: Architecture) -> dict[str, NamedSharding]:
     for name, spec in weight_table(arch).items():
         for size, axis in zip(spec.shape, spec.axes, strict=True):
             if size % parts(mesh, axis):
+                (over,) = RULES[axis]  # a weight's dimension is split over one axis
+                fine = ", ".join(str(n) for n in range(1, mesh.size + 1) if mesh.size % n == 0 and size % n == 0)
                 raise UserError(
                     f"weight {name}: its {axis} dimension of {size} does not divide by {parts(mesh, axis)} devices "
-                    f"({'x'.join(RULES[axis])}); choose other config.mesh sizes."
+                    f"({over}); set config.mesh.{over} to one of {fine}."
                 )
         shardings[name] = named(mesh, *spec.axes)
     return shardings

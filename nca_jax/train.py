@@ -1,51 +1,57 @@
 """The training job, read top to bottom."""
 
-import json
+import contextlib
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from nca_jax import settings
+from nca_jax import processes, run_files, settings
 from nca_jax.assembly import assemble
 from nca_jax.axes import parts
 from nca_jax.batches import Batches, Teachers
 from nca_jax.checkpoint import Checkpoints
-from nca_jax.data.chat import Context, pack_view
+from nca_jax.data.chat import pack_view
 from nca_jax.data.pipeline import encode_pairs, fitting, some_of, training_indices
 from nca_jax.domains import domain_of
-from nca_jax.domains.base import context_file, find_context
-from nca_jax.errors import UserError
-from nca_jax.evaluate import IRRELEVANT, make_evaluator, summarise, write_items
-from nca_jax.files import read_json, write_json, write_text
+from nca_jax.domains.base import find_context
+from nca_jax.errors import Preempted, UserError
+from nca_jax.evaluate import make_evaluator, summarise, write_items
 from nca_jax.game_batches import GameBatches
+from nca_jax.layout import layout_table
 from nca_jax.logbook import Logbook
-from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import Params
-from nca_jax.models.export import export_dtype, write_huggingface
-from nca_jax.models.huggingface import tensors_to_write
-from nca_jax.models.layers import pieces_of
-from nca_jax.models.model_files import copy_companions
 from nca_jax.models.source import load_weights, open_model, resolve
+from nca_jax.preemption import Agreement, StopSignals
+from nca_jax.profiler import Profile
 from nca_jax.session import judged_text
 from nca_jax.sharding import make_mesh
-from nca_jax.train_step import Batch
+from nca_jax.step_log import Dispatched, StepLog, step_work
+from nca_jax.timeline import Timeline
+from nca_jax.watchdog import Watchdog
+from nca_jax.workdir_lock import locked
 
 
 def train(config: ConfigDict, workdir: str) -> str:
     """Runs or continues the job in `workdir` and returns its summary line.
 
+    All processes of a job call this with the same arguments; the workdir is one that they share.
+
     Raises:
       UserError: a config, model or data that cannot work, or a loss that is not finite.
+      Preempted: a signal has asked for the end; the state is saved, and the same call continues.
     """
+    with contextlib.ExitStack() as resources:
+        return _train(config, epath.Path(workdir), resources)
+
+
+def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitStack) -> str:
     started = time.monotonic()
     settings.check(config)
-    workdir = epath.Path(workdir)
+    first = processes.is_first()
+    signals = resources.enter_context(StopSignals())
 
     # ---------------------------------------------------------------- mesh, model, teacher
     mesh = make_mesh(config.mesh)
@@ -75,7 +81,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     chat.log_pair(pairs[0][0])
     if domain.is_multi_turn:  # the prompts of later turns are made as games go; what leads them, and that they fit, now
         last = [domain.last_messages(example) for example in examples]
-        pairs = [first + encode_pairs(chat, last, c) for first, c in zip(pairs, contexts, strict=True)]
+        pairs = [begun + encode_pairs(chat, last, c) for begun, c in zip(pairs, contexts, strict=True)]
     kept = fitting([*examples, *examples][: len(pairs[0])], pairs, *limit)
     examples = [examples[i] for i in kept if i < len(examples)]
     pack = partial(pack_view, length_multiple=config.data.length_multiple, prefix_multiple=parts(mesh, "prefix"))
@@ -85,8 +91,17 @@ def train(config: ConfigDict, workdir: str) -> str:
     evaluator = make_evaluator(config, domain, chat, job.student, decode)
 
     # ---------------------------------------------------------------- start or resume
-    workdir.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, settings.fingerprint(config))
+    processes.in_first(lambda: resources.enter_context(locked(workdir)))
+    fingerprint, keep_best = settings.fingerprint(config), config.checkpoint.keep_best
+    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, fingerprint, keep_best)
+    watchdog = Watchdog(
+        workdir / "heartbeats",
+        jax.process_index(),
+        jax.process_count(),
+        config.watchdog.minutes if jax.process_count() > 1 else 0,  # a process alone is looked after by its user
+        attempt=str(int(processes.of_first(np.int32(time.time())))),
+    )
+    resources.callback(watchdog.close)
     restored = checkpoints.restore_latest(job.abstract_state)
     if restored:
         state, position, start = restored
@@ -95,7 +110,7 @@ def train(config: ConfigDict, workdir: str) -> str:
     else:
         params = load_weights(source, student.arch, settings.dtype(config.model.param_dtype), job.student_sharding)
         state = job.initial_state(params)
-        start, spent = 0, 0.0
+        position, start, spent = {}, 0, 0.0
         del params  # donated
     frozen, teaching = None, job.student
     if job.objective.teacher == "frozen":
@@ -108,175 +123,125 @@ def train(config: ConfigDict, workdir: str) -> str:
     fed = (config, mesh, job.student, decode, examples, view_x, view_c, teachers)
     games = {"domain": domain, "chat": chat, "others": contexts[1:]}
     batches = GameBatches(*fed, **games) if domain.is_multi_turn else Batches(*fed)
-    _keep_context(workdir / "context.json", domain.context)
-    write_json(workdir / "config.json", config.to_dict())
-    model_config = _keep_small_files(student.directory, workdir / "model")
+    model_config = run_files.keep_description(workdir, config, domain.context, student.directory)
     if config.retention.samples == "cached" and job.objective.gamma:
         batches.cache_retained(workdir / "retention.npz")
-    logbook = Logbook(workdir, start if restored else None, config.steps)
+    logbook = Logbook(workdir, start if restored else None, config.steps, writes=first)
+    resources.callback(logbook.close)
+    logbook.say(layout_table(config, job, student.arch, teacher_model.arch, mesh))
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
+    timeline = Timeline(position.get("timeline"), began=started)
+    resources.callback(timeline.close)
+    profile = Profile(workdir / "profile", config.profile.first_step, config.profile.steps if first else 0)
+    resources.callback(profile.close)
+    timeline.mark("start")
 
     def seconds() -> float:
         return spent + time.monotonic() - started
 
-    def evaluate(step: int) -> None:
+    def evaluate(step: int) -> float:
         began = time.monotonic()
-        results = evaluator(job.student.layout(state.params))
-        write_items(workdir / "evaluations" / f"step_{step:08d}.jsonl", results)
+        params = job.student.layout(state.params)
+        results = {}
+        for name in evaluator.views:
+            watchdog.beat(step, f"evaluation {name}")
+            results[name] = evaluator.view(params, name)
         summary = summarise(results)
+        if first:
+            write_items(workdir / "evaluations" / f"step_{step:08d}.jsonl", results)
+        timeline.mark("evaluation")
         record = {f"eval/{name}": value for name, value in summary.items()}
-        logbook.metrics(step, record | {"time/eval_seconds": time.monotonic() - began})
+        totals = timeline.seconds() | {"lost": timeline.lost()}
+        times = {"time/eval_seconds": time.monotonic() - began, "time/goodput": timeline.goodput()}
+        times |= {f"time/total_{phase}_seconds": value for phase, value in totals.items()}
+        logbook.metrics(step, record | times)
         shown = " ".join(f"{name} {summary[name]:.2f}" for name in results)
         logbook.say(f"evaluation at step {step}: {shown} harm {summary['harm']:.3f} both {summary['both']:.2f}")
+        return summary["no_context"]
+
+    def save(step: int, accuracy: float | None, evaluation_due: bool) -> None:
+        watchdog.beat(step, "save")
+        logbook.flush()
+        kept = {"iterator": indices.get_state(), "seconds": seconds(), "timeline": timeline.state()}
+        checkpoints.save(state, kept | {"evaluation_due": evaluation_due}, step, accuracy)
+        timeline.mark("save")
 
     # ---------------------------------------------------------------- the loop
-    if start == 0:
-        evaluate(0)
-    steps = _StepLog(logbook, job.learning_rate, start, config.steps, partial(_stop_not_finite, workdir, checkpoints))
+    owed = position.get("evaluation_due") and not processes.of_first(np.array(logbook.has_evaluation(start)))
+    if start == 0 or owed:
+        evaluate(start)
+    work = step_work(config, student.arch, teacher_model.arch, job.micro_batches)
+    bad = partial(_stop_not_finite, workdir, checkpoints)
+    steps = StepLog(logbook, timeline, job.learning_rate, start, config.steps, work, bad)
+    saved_at = time.monotonic()
+    agreement = Agreement(mesh)
+
+    def wishes() -> tuple[bool, bool]:
+        """To stop, and to save because it is time. What one process wants, all of them do, after the same step."""
+        return signals.received is not None, _overdue(config, saved_at)
+
     for step in range(start + 1, config.steps + 1):
+        agreement.cast(wishes())
+        watchdog.beat(step, "rollout")
+        profile.before(step)
         index = next(indices)
         drawn = batches.batch(state, index, step)
-        sample_step = step % config.log.samples_every == 0
-        records = batches.show(state, index, step, drawn) if sample_step else None
+        timeline.mark("rollout", drawn.batch.response_mask_BxR, step)
+        shown = None
+        if step % config.log.samples_every == 0:
+            shown = batches.show(state, index, step, drawn)
+            timeline.mark("samples", shown.ready, step)
+        watchdog.beat(step, "step")
         state, metrics = job.train_step(state, teachers.of_step(step), drawn.batch)
-        steps.dispatched(_Dispatched(step, metrics | drawn.metrics, drawn.batch))
-        if records:
-            logbook.samples(step, records())
-        last = step == config.steps
-        if last or step % config.evaluation.every == 0:
+        timeline.mark("step", metrics["loss"], step)
+        profile.after(step, metrics["loss"])
+        steps.dispatched(Dispatched(step, metrics | drawn.metrics, drawn.batch, drawn.rows))
+        if shown:
+            logbook.samples(step, shown.records())
+        stop, overdue = agreement.result() if jax.process_count() > 1 else wishes()
+        last, accuracy = step == config.steps, None
+        evaluation_due = last or step % config.evaluation.every == 0
+        if evaluation_due and not stop:  # there may be seconds left; then it is done when the run goes on
             steps.settle()
-            evaluate(step)
-            steps.restart_clock()
-        if last or step % config.checkpoint.every == 0:
+            accuracy = evaluate(step)
+        best = accuracy is not None and keep_best
+        if last or stop or overdue or best or step % config.checkpoint.every == 0:
             steps.settle()  # never a checkpoint of a step whose loss nobody has looked at
-            checkpoints.save(state, {"iterator": indices.get_state(), "seconds": seconds()}, step)
+            save(step, accuracy, evaluation_due and stop)
+            saved_at = time.monotonic()
+        if stop:
+            checkpoints.close()
+            logbook.say(timeline.summary())
+            raise Preempted(f"stopped at step {step} of {config.steps} by a signal; the same command continues.")
 
     # ---------------------------------------------------------------- summary
     checkpoints.close()
     if config.export.huggingface and not (start == config.steps and (workdir / "huggingface").exists()):
-        _export(config, workdir, student.arch, state.params, model_config)
+        watchdog.beat(config.steps, "export")
+        run_files.export(config, workdir, student.arch, state.params, model_config)
         logbook.say(f"exported to {workdir / 'huggingface'}")
-    final = logbook.last_evaluation()
-    logbook.close()
-    written = workdir / "summary.txt"
-    if start == config.steps and written.exists():  # finished before: the same line again
-        return written.read_text().strip()
-    summary = summary_line(config, final, seconds() if start < config.steps else spent)
-    write_text(written, summary + "\n")
+    finished = run_files.finished_summary(workdir)
+    processes.wait_for_all("the end")  # nobody leaves, and nobody writes the summary, before all have come here
+    if start == config.steps and finished:
+        return finished
+    logbook.say(timeline.summary())
+    if not first:
+        return ""
+    summary = run_files.summary_line(config, logbook.last_evaluation(), seconds() if start < config.steps else spent)
+    run_files.keep_summary(workdir, summary)
     return summary
 
 
-def _keep_small_files(source: str, target: epath.Path) -> dict[str, Any]:
-    """Config and tokenizer files beside the run: its checkpoints can be exported wherever it is carried. Returns the
-    model's config.json."""
-    config = read_json(epath.Path(source) / "config.json")
-    if not (target / "config.json").exists():
-        target.mkdir(parents=True, exist_ok=True)
-        copy_companions(source, target)
-        write_json(target / "config.json", config)
-    return config
+def _overdue(config: ConfigDict, saved_at: float) -> bool:
+    minutes = config.checkpoint.minutes
+    return bool(minutes) and processes.is_first() and time.monotonic() - saved_at >= 60 * minutes
 
 
-def _keep_context(path: epath.Path, context: Context) -> None:
-    """The context as it is trained with, in the form that `context.file` reads.
-
-    Raises:
-      UserError: the run was started with another one.
-    """
-    messages = [dict(message) for message in context_file(context)]
-    if path.exists() and json.loads(path.read_text()) != messages:
-        raise UserError(f"{path} is another context than the one given now; use another --workdir, or that context.")
-    write_json(path, messages)
-
-
-def _export(config: ConfigDict, workdir: epath.Path, arch: Architecture, params: Params, model_config: dict) -> None:
-    dtype = export_dtype(config.export.dtype, model_config)
-    write_huggingface(
-        workdir / "huggingface",
-        arch,
-        tensors_to_write(arch, pieces_of(params), dtype),
-        model_config,
-        str(workdir / "model"),
-        dtype=dtype,
-        shard_bytes=int(config.export.shard_gb * 1e9),
-        overwrite=True,
-    )
-
-
-def summary_line(config: ConfigDict, evaluation: dict[str, float], seconds: float) -> str:
-    """One line that says how a run ended; `seconds` is its wall-clock time, all of its parts together."""
-    shown = {
-        "no_context": "no_context",
-        "with_context": "with_context",
-        "harm": "harm",
-        "both": "both",
-        "length_change": "length_change",
-        IRRELEVANT: "other_context",
-    }
-    values = " ".join(
-        f"{name}={evaluation[f'eval/{key}']:.3f}" for key, name in shown.items() if f"eval/{key}" in evaluation
-    )
-    method = settings.method_name(config)
-    return f"summary method={method} {values} steps={evaluation['step']} seconds={seconds:.0f}"
-
-
-class _Dispatched(NamedTuple):
-    """A step the device has been given, and its batch in case it turns out bad."""
-
-    step: int
-    metrics: dict[str, jax.Array]
-    batch: Batch
-
-
-class _StepLog:
-    """Reads a step's metrics only after the next one was dispatched, so that the device never waits for the log."""
-
-    def __init__(self, logbook: Logbook, learning_rate: Callable, start: int, total: int, stop_not_finite: Callable):
-        self._logbook, self._learning_rate, self._stop_not_finite = logbook, learning_rate, stop_not_finite
-        self._start, self._total, self._empty = start, total, 0
-        self._pending: _Dispatched | None = None
-        self._training_seconds = 0.0
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """What has happened since the last step (an evaluation) does not count as training time."""
-        self._before = time.monotonic()
-
-    def dispatched(self, step: _Dispatched) -> None:
-        self.settle()
-        self._pending = step
-
-    def settle(self) -> None:
-        """Waits for the last dispatched step and logs it, or stops the run if it was not finite."""
-        if self._pending is None:
-            return
-        last, self._pending = self._pending, None
-        values = {name: float(value) for name, value in jax.device_get(last.metrics).items()}
-        if not values.pop("finite"):
-            self._stop_not_finite(last, values)
-        if not values["tokens"]:
-            self._empty += 1
-            self._logbook.say(f"warning: step {last.step} had no response token ({self._empty} such steps so far)")
-        elapsed = time.monotonic() - self._before
-        self._training_seconds += elapsed
-        self.restart_clock()
-        values |= {
-            "learning_rate": float(self._learning_rate(last.step - 1)),
-            "time/seconds": elapsed,
-            "time/tokens_per_second": values["tokens"] / elapsed,
-        }
-        self._logbook.metrics(last.step, values)
-        seconds_left = self._training_seconds / (last.step - self._start) * (self._total - last.step)
-        self._logbook.progress(last.step, values, values["time/tokens_per_second"], seconds_left)
-
-
-def _stop_not_finite(workdir: epath.Path, checkpoints: Checkpoints, bad: _Dispatched, values: dict) -> None:
+def _stop_not_finite(workdir: epath.Path, checkpoints: Checkpoints, bad: Dispatched, values: dict) -> None:
     """Saves the batch of the bad step and ends the run; what is checkpointed is from before it."""
     checkpoints.wait()
     path = workdir / f"not_finite_step_{bad.step}.npz"
-    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(bad.batch))
-    with path.open("wb") as file:
-        np.savez(file, **{jax.tree_util.keystr(key).strip("."): leaf for key, leaf in leaves})
+    run_files.keep_batch(path, bad.batch)
     raise UserError(
         f"step {bad.step}: the loss ({values['loss']}) or its gradient ({values['grad_norm']}) is not finite; the "
         f"batch is in {path} and the last checkpoint is intact; try a lower optimizer.learning_rate."

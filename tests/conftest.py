@@ -45,6 +45,18 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def take_devices(patch: pytest.MonkeyPatch, count: int) -> None:
+    """A job takes all devices there are; this makes them `count`."""
+    devices = jax.local_devices()[:count]
+    patch.setattr("jax.devices", lambda: devices)
+
+
+def records(workdir: Path, name: str = "metrics") -> list[dict]:
+    """Records of a run's .jsonl file without what the clock and the machine put in."""
+    lines = (workdir / f"{name}.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
 def byte_tokenizer(chat_template: str = CHATML, **special) -> PreTrainedTokenizerFast:
     """One token per byte after three special ones: every text has ids, and they decode to it exactly."""
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

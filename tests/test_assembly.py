@@ -105,5 +105,7 @@ def test_ablations_add_up_and_unknown_ones_are_named():
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():
     config = config_of("medmcqa", "tiny")
-    with pytest.raises(UserError, match=r"the 4 rows of a micro-batch do not divide over .*'data': 8"):
+    with pytest.raises(
+        UserError, match=r"the 4 rows of a micro-batch do not divide over the 8 devices.*batch_size to a multiple of 8"
+    ):
         step_shapes(config, data=8, fsdp=1)

@@ -17,7 +17,7 @@ def mesh():
 
 
 def test_names_become_mesh_axes(mesh):
-    assert named(mesh, "batch", None, "heads").spec == PartitionSpec(("data", "fsdp"), None, ("tensor",))
+    assert named(mesh, "batch", None, "heads").spec == PartitionSpec(("replica", "data", "fsdp"), None, ("tensor",))
     assert [parts(mesh, axis) for axis in ("batch", "heads", "head_vocab", "norm", None)] == [4, 2, 8, 1, 1]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY_CONFIG
+from conftest import TINY_CONFIG, take_devices
 
 from configs import conventions
 from nca_jax.assembly import answering
@@ -45,7 +45,7 @@ def draw(decode_tensor: int):
 @pytest.fixture(scope="module")
 def alone():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+        take_devices(patch, 1)
         mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
     functions = answering(config_with(), ARCH, (2,), 259, mesh)
     params = {name: 4 * weight for name, weight in random_params(ARCH, 0).items()}
@@ -58,7 +58,7 @@ def alone():
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_samples_are_those_of_one_device(tensor, alone):
     functions, params, sample, arguments = draw(tensor)
-    assert tuple(functions.mesh.shape.values()) == (8 // tensor, 1, tensor)
+    assert tuple(functions.mesh.shape.values()) == (1, 8 // tensor, 1, tensor)
     for name, weight in params.items():
         assert weight.sharding.is_equivalent_to(functions.sharding[name], weight.ndim), name
     # Whole along what is summed over and along the rows of other groups: no device has to ask for a part of a weight.
@@ -93,7 +93,7 @@ def test_the_group_is_the_smallest_that_holds_the_weights():
 
 def test_a_group_that_cannot_be_is_refused():
     mesh = make_mesh(TRAINING)
-    with pytest.raises(UserError, match="decode_tensor 3 does not divide 8 devices"):
+    with pytest.raises(UserError, match="decode_tensor 3 does not divide the 8 devices"):
         make_decode_mesh(mesh, ARCH, jnp.float32, 3, 4.0)
     with pytest.raises(UserError, match="kv_heads dimension of 4 does not divide by 8"):
         make_decode_mesh(mesh, ARCH, jnp.float32, 8, 4.0)

@@ -5,6 +5,7 @@ import json
 import pytest
 from etils import epath
 
+from nca_jax import logbook
 from nca_jax.logbook import Logbook
 
 
@@ -16,10 +17,9 @@ def reopen(workdir, continued_from: int | None) -> Logbook:
     return Logbook(epath.Path(workdir), continued_from, total_steps=6)
 
 
-@pytest.fixture
-def workdir(tmp_path):
+def write_run(workdir) -> None:
     """A run of four steps, with an evaluation at 0 and 2 and samples at 2 and 4."""
-    book = reopen(tmp_path, None)
+    book = reopen(workdir, None)
     book.metrics(0, {"eval/harm": 0.0})
     for step in range(1, 5):
         book.metrics(step, {"loss": step / 10})
@@ -28,6 +28,11 @@ def workdir(tmp_path):
         if step == 2:
             book.metrics(step, {"eval/harm": 0.5})
     book.close()
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    write_run(tmp_path)
     return tmp_path
 
 
@@ -93,3 +98,86 @@ def test_progress_shows_step_losses_speed_and_time_left(workdir, capsys):
 def test_say_writes_one_line_to_stderr(workdir, capsys):
     reopen(workdir, 4).say("evaluation at step 4")
     assert capsys.readouterr() == ("", "evaluation at step 4\n")
+
+
+def test_where_nothing_is_to_be_written_nothing_is(tmp_path, capsys):
+    book = Logbook(epath.Path(tmp_path / "run"), 1, total_steps=6, writes=False)
+    book.metrics(2, {"eval/harm": 0.5})
+    book.samples(2, [{"prompt": "cow"}])
+    book.progress(2, {"loss": 1.0, "opd": 1.0, "nca": 1.0}, 1.0, 1.0)
+    book.say("evaluation at step 2")
+    assert book.last_evaluation() == {}
+    book.flush()
+    book.close()
+    assert capsys.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The seconds that the logbook reads; a write to the bucket takes the second number of them."""
+    now = [1000.0, 0.0]
+
+    def write(path, text):
+        now[0] += now[1]
+        path.write_text(text)
+
+    monkeypatch.setattr(logbook.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(logbook, "write_text", write)
+    return now
+
+
+def steps(workdir, name: str = "metrics") -> list[int]:
+    return [record["step"] for record in lines(workdir, name)] if (workdir / f"{name}.jsonl").exists() else []
+
+
+def test_in_a_bucket_records_come_with_a_flush_and_at_the_end(bucket):
+    workdir = epath.Path(bucket) / "run"
+    book = reopen(workdir, None)
+    book.metrics(1, {"loss": 0.5})
+    assert steps(workdir) == []
+    book.flush()
+    assert steps(workdir) == [1] and not (workdir / "samples.jsonl").exists()
+    assert b"loss" in next((workdir / "tensorboard").iterdir()).read_bytes()
+    book.metrics(2, {"loss": 0.25, "eval/harm": 0.5})
+    book.samples(2, [{"prompt": "ox\u2028"}, {"prompt": "cow"}])
+    assert steps(workdir) == [1] and book.last_evaluation() == {"step": 2, "loss": 0.25, "eval/harm": 0.5}
+    book.close()
+    assert lines(workdir, "metrics")[1] == {"step": 2, "loss": 0.25, "eval/harm": 0.5}
+    assert lines(workdir, "samples") == [{"step": 2, "prompt": "ox\u2028"}, {"step": 2, "prompt": "cow"}]
+    events = [path.read_bytes() for path in (workdir / "tensorboard").iterdir()]
+    assert sorted((content.count(b"loss"), content.count(b"eval/harm")) for content in events) == [(1, 0), (1, 1)]
+
+
+def test_a_run_in_a_bucket_is_continued(bucket):
+    workdir = epath.Path(bucket) / "run"
+    write_run(workdir)
+    assert steps(workdir) == [0, 1, 2, 2, 3, 4] and steps(workdir, "samples") == [2, 2, 4, 4]
+    book = reopen(workdir, 2)
+    assert steps(workdir) == [0, 1, 2, 2] and steps(workdir, "samples") == [2, 2]
+    assert book.last_evaluation() == {"step": 2, "eval/harm": 0.5}
+    book.metrics(3, {"loss": 7.0})
+    book.close()
+    assert steps(workdir) == [0, 1, 2, 2, 3] and steps(workdir, "samples") == [2, 2]
+    assert reopen(workdir, None) and steps(workdir) == steps(workdir, "samples") == []
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {"metrics.jsonl", "samples.jsonl", "tensorboard"}
+
+
+def test_in_a_bucket_records_are_written_every_few_seconds(bucket, clock):
+    workdir = epath.Path(bucket) / "run"
+    book = reopen(workdir, None)
+    for step, at, written in ((1, 1009, []), (2, 1010, [1, 2]), (3, 1019, [1, 2]), (4, 1021, [1, 2, 3, 4])):
+        clock[0] = at
+        book.metrics(step, {"loss": 1.0})
+        assert steps(workdir) == written
+
+
+def test_a_slow_bucket_is_written_to_a_twentieth_of_the_time(bucket, clock):
+    workdir = epath.Path(bucket) / "run"
+    book = reopen(workdir, None)
+    clock[:] = 1010, 3.0
+    book.metrics(1, {"loss": 1.0})
+    for step, at, last in ((2, 1072, 1), (3, 1073, 3)):  # written until 1013, and then not for 60 s
+        clock[0] = at
+        book.metrics(step, {"loss": 1.0})
+        assert steps(workdir)[-1] == last

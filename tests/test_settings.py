@@ -15,14 +15,15 @@ from nca_jax.vocab_loss import AnchorTerm, Terms
 
 BAD_VALUES = {
     "at least 1": (
-        "steps batch_size accumulation data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
+        "steps batch_size data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
         "data.length_multiple data.max_train_items "
         "anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
         "checkpoint.keep log.samples_every log.samples",
         [0, -1],
     ),
     "at least 0": (
-        "seed retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
+        "seed accumulation mesh.replica checkpoint.minutes checkpoint.keep_best profile.steps watchdog.minutes "
+        "retention.gamma anchor.beta anchor.start_step rollout.top_k evaluation.top_k evaluation.temperature "
         "optimizer.warmup_steps optimizer.weight_decay",
         [-1],
     ),
@@ -80,6 +81,34 @@ def test_accumulation_must_divide_the_batch():
     settings.check(config_with({"batch_size": 8, "accumulation": 4}))
     with pytest.raises(UserError, match="batch_size 8 does not divide into 3"):
         settings.check(config_with({"batch_size": 8, "accumulation": 3}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "count"),
+    [
+        ({"accumulation": 2}, 4, 2),
+        ({"accumulation": 0}, 4, 2),
+        ({"accumulation": 0}, 8, 1),
+        ({"accumulation": 0}, 1, 8),
+        ({"accumulation": 0, "domain.settings.max_turns": 5}, 4, 10),
+    ],
+)
+def test_micro_batches_are_as_asked_for_or_leave_each_device_one_row(changes, devices, count):
+    assert settings.micro_batches(config_with({"batch_size": 8} | changes), devices) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "fix"),
+    [
+        ({"accumulation": 4}, 4, "config.accumulation to one of 1, 2, or"),
+        ({"accumulation": 0}, 16, "config.batch_size to a multiple of 16, or"),
+        ({"accumulation": 0}, 3, "config.batch_size to a multiple of 3, or"),
+        ({"accumulation": 0, "domain.settings.max_turns": 5}, 15, "config.batch_size to a multiple of 3, or"),
+    ],
+)
+def test_rows_that_the_devices_do_not_divide_are_refused_with_the_fix(changes, devices, fix):
+    with pytest.raises(UserError, match=f"over the {devices} devices.*set {fix}"):
+        settings.micro_batches(config_with({"batch_size": 8} | changes), devices)
 
 
 @pytest.mark.parametrize(

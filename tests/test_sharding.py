@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import TINY_CONFIG
+from conftest import TINY_CONFIG, take_devices
 from flax import nnx
+from same_run import OVERRIDES, assert_same, config_of, overrides_on, wide_model
 
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import architecture_from_config
 from nca_jax.models.decoder import decoder_graph, random_params, weight_table
 from nca_jax.sharding import batch_sharding, like_params, make_mesh, named, params_sharding
+from nca_jax.train import train
 from nca_jax.train_step import (
     Batch,
     Objective,
@@ -45,7 +47,7 @@ def mesh_of(data, fsdp, tensor):
 )
 def test_mesh_sizes(sizes, shape):
     mesh = mesh_of(*sizes)
-    assert (tuple(mesh.shape), tuple(mesh.shape.values())) == (("data", "fsdp", "tensor"), shape)
+    assert mesh.shape == dict(zip(("replica", "data", "fsdp", "tensor"), (1, *shape), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,12 @@ def test_weights_are_split_along_the_axes_of_their_table():
 @pytest.mark.parametrize(
     ("sizes", "change", "named"),
     [
-        ((1, 2, 4), {}, "weight key: its kv_heads dimension of 2 does not divide by 4 devices (tensor)"),
+        (
+            (1, 2, 4),
+            {},
+            "weight key: its kv_heads dimension of 2 does not divide by 4 devices (tensor); set config.mesh.tensor to "
+            "one of 1, 2.",
+        ),
         (
             (1, 8, 1),
             {"hidden_size": 36},
@@ -171,3 +178,22 @@ def test_the_work_of_encoding_a_prefix_is_divided():
     assert f"f32[1,{C // 4},{F // 2}]" in divided or f"f32[{C // 4},{F // 2}]" in divided
     assert f"f32[1,{C},{F // 2}]" not in divided and f"f32[{C},{F // 2}]" not in divided
     assert f"f32[1,{C + 1},{F // 2}]" in whole or f"f32[{C + 1},{F // 2}]" in whole
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """A model, and a run of it on one device."""
+    model, workdir = wide_model(tmp_path_factory.mktemp("wide") / "model"), tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        take_devices(patch, 1)
+        train(config_of(model, OVERRIDES), str(workdir))
+    return model, workdir
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 1, 1), (1, 4, 2, 1), (1, 2, 2, 2), (1, 1, 1, 8), (2, 1, 2, 2)], ids=lambda s: "x".join(map(str, s))
+)
+def test_losses_parameters_samples_and_evaluations_are_those_of_one_device(sizes, one_device, tmp_path):
+    model, alone = one_device
+    train(config_of(model, overrides_on(*sizes)), str(tmp_path))
+    assert_same(tmp_path, alone)

@@ -1,11 +1,11 @@
 """Training on games: the whole job on a tiny model whose answers are read as moves."""
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from conftest import records, take_devices
 
 from configs import sokoban
 from nca_jax import settings
@@ -61,15 +61,10 @@ def model(tiny_model):
 
 @pytest.fixture(autouse=True)
 def one_device_and_readable_moves(monkeypatch):
-    monkeypatch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+    take_devices(monkeypatch, 1)
     monkeypatch.setattr(train_module, "judged_text", moves)
     monkeypatch.setattr(games, "INSTRUCTIONS", SHORT)
     monkeypatch.setattr(games, "_EXAMPLE_ITEMS", {"sokoban": ("Push X onto O.", "# is a wall.")})
-
-
-def records(workdir: Path, name: str = "metrics") -> list[dict]:
-    lines = (workdir / f"{name}.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,7 @@ def finished(tmp_path_factory):
     """A run that nobody interrupted, and the batches it was fed."""
     workdir, fed = tmp_path_factory.mktemp("finished"), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+        take_devices(patch, 1)
         patch.setattr(train_module, "judged_text", moves)
         patch.setattr(games, "INSTRUCTIONS", SHORT)
         patch.setattr(games, "_EXAMPLE_ITEMS", {"sokoban": ("Push X onto O.", "# is a wall.")})
@@ -148,7 +143,7 @@ def test_a_run_in_two_parts_equals_the_straight_run_bitwise(finished, tmp_path):
 def test_eight_devices_play_and_train_as_one(tmp_path, monkeypatch):
     overrides = {"steps": 2, "batch_size": 8, "accumulation": 3, "evaluation.batch_size": 8}
     train(game_config(**overrides), str(tmp_path / "one"))
-    monkeypatch.setattr("nca_jax.sharding.jax.device_count", lambda: 8)
+    take_devices(monkeypatch, 8)
     mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
     train(game_config(**overrides, **mesh), str(tmp_path / "eight"))
     for one, eight in zip(records(tmp_path / "one"), records(tmp_path / "eight"), strict=True):

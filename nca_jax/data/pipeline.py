@@ -9,13 +9,19 @@ import numpy as np
 from nca_jax.data.chat import ChatFormat, Context, Message, ViewPair
 from nca_jax.domains.base import Example
 from nca_jax.errors import UserError
+from nca_jax.processes import shared_out
 
 _log = logging.getLogger(__name__)
 
 
 def encode_pairs(chat: ChatFormat, prompts: Sequence[Sequence[Message]], context: Context) -> list[ViewPair]:
-    """Both views of every prompt, each proved to differ in the context only."""
-    return [chat.view_pair(messages, context) for messages in prompts]
+    """Both views of every prompt, each proved to differ in the context only; every process of a job makes its share."""
+
+    def both(messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        pair = chat.view_pair(messages, context)
+        return pair.no_context, pair.with_context
+
+    return [ViewPair(*pair) for pair in shared_out(both, prompts)]
 
 
 def fitting(

@@ -4,7 +4,8 @@
     python -m nca_jax.data.prepare --domain=safety --source=FILE --holdout=0.1 --data_dir=DIR
 
 Reads JSON Lines, CSV or Parquet, checks every row, says what it found, and writes a tensorflow-datasets data set that
-training reads. Nothing is downloaded. Rows that are left out are listed, in full in bad_rows.jsonl of the data set.
+training reads. The source and the data_dir may be gs:// paths; nothing else is downloaded. Rows that are left out are
+listed, in full in bad_rows.jsonl of the data set.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -26,8 +28,10 @@ from nca_jax.data import builders
 from nca_jax.data.row_files import BadRow
 from nca_jax.data.rows import DOMAINS, NULLABLE, SAFETY_FIELDS, CheckedRows, ReadOptions, Row, read_rows
 from nca_jax.errors import UserError
+from nca_jax.files import is_bucket
 
 BAD_ROWS = "bad_rows.jsonl"
+_SMALL_FILES = (BAD_ROWS, builders.INFO, "features.json", "metadata.json")  # beside those of the rows
 _SHOWN = 20
 
 # The C++ writer raises these as RuntimeErrors, with their text.
@@ -42,7 +46,6 @@ def prepare(arguments: argparse.Namespace) -> None:
       OSError: what the disk does not allow.
     """
     options = _read_options(arguments)
-    builders.refuse_bucket(arguments.data_dir)
     if arguments.data_dir == builders.TINY:
         raise UserError(f"--data_dir={builders.TINY} means the package's made-up rows; choose another directory.")
     checked = read_rows(arguments.domain, arguments.source, options)
@@ -64,7 +67,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         print(f"written: {directory}")
     if checked.bad:
         print(f"all bad rows: {directory / BAD_ROWS}")
-    print(f"to train on it: --config.domain.settings.data_dir={os.path.abspath(arguments.data_dir)}")
+    data_dir = arguments.data_dir if is_bucket(arguments.data_dir) else os.path.abspath(arguments.data_dir)
+    print(f"to train on it: --config.domain.settings.data_dir={data_dir}")
 
 
 def describe(domain: str, rows: Sequence[Row]) -> list[str]:
@@ -96,7 +100,8 @@ def write(domain: str, checked: CheckedRows, data_dir: str, overwrite: bool = Fa
       OSError: the disk is full, or takes nothing.
     """
     builder_class = _builder_class(domain)
-    with _new_data_set(domain, epath.Path(data_dir), overwrite) as building:
+    new_data_set = _new_in_bucket if is_bucket(data_dir) else _new_data_set
+    with new_data_set(domain, epath.Path(data_dir), overwrite) as building:
         total = sum(map(len, checked.splits.values()))
         with tqdm(total=total, desc="writing", unit="row", disable=None, dynamic_ncols=True) as bar:
 
@@ -118,7 +123,7 @@ def write(domain: str, checked: CheckedRows, data_dir: str, overwrite: bool = Fa
                 problem = next((text for text in _DISK_PROBLEMS if text in str(error)), None)
                 if problem is None:
                     raise
-                raise OSError(f"{problem}: {data_dir}") from error
+                raise OSError(f"{problem}: {building if is_bucket(data_dir) else data_dir}") from error
         if checked.bad:
             lines = "".join(json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in checked.bad)
             (builders.data_set_directory(domain, building) / BAD_ROWS).write_text(lines, encoding="utf-8")
@@ -127,15 +132,8 @@ def write(domain: str, checked: CheckedRows, data_dir: str, overwrite: bool = Fa
 @contextlib.contextmanager
 def _new_data_set(domain: str, data_dir: epath.Path, overwrite: bool) -> Iterator[epath.Path]:
     """A directory in place of data_dir; the data set in it moves to data_dir when the block ends well."""
+    _check_replaceable(domain, data_dir, overwrite)
     target = builders.data_set_directory(domain, data_dir)
-    if target.exists():
-        if not builders.is_prepared(domain, data_dir):
-            raise UserError(f"{target} exists and is not a data set; choose another --data_dir.")
-        if not overwrite:
-            raise UserError(
-                f"{target} holds rows of other files or options; pass --overwrite to replace it, "
-                "or choose another --data_dir."
-            )
     building = data_dir / f".{domain}.partial"
     if building.exists():  # what a killed process left
         building.rmtree()
@@ -149,6 +147,41 @@ def _new_data_set(domain: str, data_dir: epath.Path, overwrite: bool) -> Iterato
     finally:
         if building.exists():
             building.rmtree()
+
+
+@contextlib.contextmanager
+def _new_in_bucket(domain: str, data_dir: epath.Path, overwrite: bool) -> Iterator[epath.Path]:
+    """A local directory in place of data_dir; the data set in it is copied to data_dir when the block ends well."""
+    _check_replaceable(domain, data_dir, overwrite)
+    target = builders.data_set_directory(domain, data_dir)
+    with tempfile.TemporaryDirectory(prefix="nca_jax_prepare_") as building:
+        yield epath.Path(building)
+        if target.exists():
+            (target / builders.INFO).unlink(missing_ok=True)  # first: what is left is no data set
+            target.rmtree(missing_ok=True)
+        try:
+            builders.copy_files(builders.data_set_directory(domain, epath.Path(building)), target)
+        except BaseException:
+            target.rmtree(missing_ok=True)
+            raise
+
+
+def _check_replaceable(domain: str, data_dir: epath.Path, overwrite: bool) -> None:
+    """Raises UserError where something is in the way."""
+    target = builders.data_set_directory(domain, data_dir)
+    if builders.is_prepared(domain, data_dir):
+        if not overwrite:
+            raise UserError(
+                f"{target} holds rows of other files or options; pass --overwrite to replace it, "
+                "or choose another --data_dir."
+            )
+    elif target.exists() and not (is_bucket(target) and _is_part_of_copy(domain, target)):
+        raise UserError(f"{target} exists and is not a data set; choose another --data_dir.")
+
+
+def _is_part_of_copy(domain: str, target: epath.Path) -> bool:
+    """Whether a killed process may have left this: nothing but files that data sets have."""
+    return all(path.name.startswith(f"{domain}-") or path.name in _SMALL_FILES for path in target.iterdir())
 
 
 def _is_same(arguments: argparse.Namespace, checked: CheckedRows) -> bool:

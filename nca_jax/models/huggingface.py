@@ -22,6 +22,7 @@ from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params, weight_table
 from nca_jax.models.layers import Piece, layer_sharding, layer_spec, piece_names, stack
 from nca_jax.models.tensor_files import DTYPES, NewTensor, StoredTensor, read_blocks, read_header, read_parts
+from nca_jax.processes import whole
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -141,7 +142,7 @@ def tensors_to_write(
 
     def values(name: str, layer: int | None) -> np.ndarray:
         axes = layer_spec(table[name]).axes
-        return np.asarray(_from_ours(piece(name, layer), rows[name].dims, axes, jnp.dtype(dtype)))
+        return whole(_from_ours(piece(name, layer), rows[name].dims, axes, jnp.dtype(dtype)))
 
     return [
         NewTensor(tensor, shape, partial(values, name, layer))

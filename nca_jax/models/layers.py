@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from nca_jax.models.architecture import Architecture
@@ -73,7 +74,7 @@ def stack(
             continue
         spec = table[name]
         zeros, put = _stacking(spec.shape, spec.dtype, sharding[name] if sharding else layer_sharding(spec, None))
-        params[name] = put(params[name] if name in params else zeros(), array, jnp.int32(layer))
+        params[name] = put(params[name] if name in params else zeros(), array, np.int32(layer))
         # Without waiting, reading would run ahead of the device and heap up pieces on the host.
         jax.block_until_ready(params[name])
     return {name: params[name] for name in table}
@@ -87,7 +88,7 @@ def unstack(stacked: jax.Array, layer: jax.Array) -> jax.Array:
 
 def pieces_of(params: Mapping[str, jax.Array]) -> Callable[[str, int | None], jax.Array]:
     """A function from (name, layer) to the piece of parameters that are in memory."""
-    return lambda name, layer: params[name] if layer is None else unstack(params[name], jnp.int32(layer))
+    return lambda name, layer: params[name] if layer is None else unstack(params[name], np.int32(layer))
 
 
 @cache  # weights of the same shapes, in this or another model, are not compiled again

@@ -15,6 +15,7 @@ from etils import epath
 from jax.sharding import Sharding
 
 from nca_jax.errors import UserError
+from nca_jax.files import absolute
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import weight_table
 from nca_jax.models.layers import Piece, is_stacked, layer_sharding, layer_spec, piece_names
@@ -34,7 +35,7 @@ def save_pieces(directory: epath.Path, pieces: Iterable[Piece]) -> tuple[int, in
         place[name] = array
     # Compressing would hold gigabytes of its own (1.4 GB for a 1.7B model) and take twice the time.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
+        checkpointer.save(absolute(directory), args=ocp.args.PyTreeSave(tree))
     arrays = jax.tree.leaves(tree)
     return len(arrays), sum(array.nbytes for array in arrays)
 
@@ -128,7 +129,7 @@ def _abstract_tree(arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, 
 
 def _stored_tree(checkpointer: ocp.Checkpointer, directory: epath.Path) -> Any:
     try:
-        return checkpointer.metadata(directory.absolute()).item_metadata.tree
+        return checkpointer.metadata(absolute(directory)).item_metadata.tree
     except Exception as error:  # orbax raises whatever its file formats do
         raise UserError(f"{directory} cannot be read as a checkpoint ({_first_line(error)}).") from error
 
@@ -156,7 +157,7 @@ def _restore(checkpointer: ocp.Checkpointer, directory: epath.Path, item: Any) -
 
     arguments = ocp.args.PyTreeRestore(item, restore_args=jax.tree.map(how, item), partial_restore=True)
     try:
-        return checkpointer.restore(directory.absolute(), args=arguments)
+        return checkpointer.restore(absolute(directory), args=arguments)
     except Exception as error:
         raise UserError(f"{directory} cannot be read ({_first_line(error)}).") from error
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
@@ -66,12 +67,13 @@ def tiny_model(name: str) -> Path:
       UserError: unknown preset, or the cache may not be written.
     """
     directory = cache_dir() / name
-    if not directory.exists():
-        _log.info("%s: made with random weights in %s", name, directory)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as companions:
-            _byte_tokenizer().save_pretrained(companions)
-            write_random(str(directory), name, "float32", companions=companions)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_name(f"{name}.lock")):  # of several processes on a host one makes it
+        if not directory.exists():
+            _log.info("%s: made with random weights in %s", name, directory)
+            with tempfile.TemporaryDirectory() as companions:
+                _byte_tokenizer().save_pretrained(companions)
+                write_random(str(directory), name, "float32", companions=companions)
     return directory
 
 

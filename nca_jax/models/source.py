@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from etils import epath
+from filelock import FileLock
 from ml_collections import ConfigDict
 
 from nca_jax.data.chat import ChatFormat
@@ -21,7 +22,7 @@ from nca_jax.models.gguf import convert_to_hf_directory
 from nca_jax.models.layers import stack
 from nca_jax.models.model_files import fetch_from_hub, local_companions, looks_like_hub_id
 from nca_jax.models.orbax_params import ORBAX_PARAMS
-from nca_jax.models.packaged import PACKAGED, model_directory
+from nca_jax.models.packaged import PACKAGED, cache_dir, model_directory
 from nca_jax.models.presets import TINY_PRESETS, preset
 from nca_jax.models.random_model import tiny_model
 
@@ -112,9 +113,11 @@ def resolve(source: str) -> str:
     if path.suffix == ".gguf" and path.is_file():
         # A name that nobody else would give, so that what lies there is this file's conversion.
         directory = path.with_name(path.name + ".hf")
-        if not directory.exists() or directory.stat().st_mtime < path.stat().st_mtime:
-            shutil.rmtree(directory, ignore_errors=True)
-            convert_to_hf_directory(path, directory)
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with FileLock(cache_dir() / f"{directory.name}.lock"):  # of several processes on a host one converts it
+            if not directory.exists() or directory.stat().st_mtime < path.stat().st_mtime:
+                shutil.rmtree(directory, ignore_errors=True)
+                convert_to_hf_directory(path, directory)
         return str(directory)
     if path.is_dir():
         return source

@@ -1,12 +1,16 @@
 """Prepared data sets: what goes in comes out, and what is missing or damaged is said."""
 
 import json
+import logging
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from importlib import resources
 
 import pytest
+from etils import epath
 
 from nca_jax.data import builders
 from nca_jax.data.prepare import write
@@ -60,8 +64,6 @@ def test_what_is_not_there_is_said(tmp_path):
         builders.load("safety", "tiny", "dev")
     with pytest.raises(UserError, match="has no medmcqa data set"):
         builders.splits("medmcqa", str(tmp_path))
-    with pytest.raises(UserError, match="data_dir=gs://bucket/x is a bucket; prepare the data on a local disk"):
-        builders.load("safety", "gs://bucket/x", "train")
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "features", "info"])
@@ -81,6 +83,117 @@ def test_a_damaged_data_set_is_said_to_be(damage, tmp_path):
         expected = r"dataset_info\.json is not JSON"
     with pytest.raises(UserError, match=expected):
         builders.load("safety", str(tmp_path), "train")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where this host keeps copies; none yet."""
+    monkeypatch.setenv("NCA_JAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "datasets"
+
+
+def put(data_dir: str, rows: list[dict], tmp_path, fingerprint: str = "") -> epath.Path:
+    """A data set in a bucket, without our code for it; returns where it is."""
+    local = tmp_path / f"prepared_{fingerprint}"
+    write("safety", CheckedRows({"train": rows}, [], [], fingerprint), str(local), overwrite=True)
+    target = epath.Path(data_dir) / "safety" / "1.0.0"
+    for file in (local / "safety" / "1.0.0").iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_a_data_set_in_a_bucket_is_copied_once(bucket, cache, tmp_path, caplog):
+    rows = safety_rows("train", 300)
+    there = put(f"{bucket}/data", rows, tmp_path)
+    with caplog.at_level(logging.INFO, logger="nca_jax"):
+        for _ in range(2):
+            assert builders.load("safety", f"{bucket}/data", "train") == rows
+    assert builders.splits("safety", f"{bucket}/data") == {"train": 300}
+    assert builders.metadata("safety", f"{bucket}/data")["fingerprint"] == ""
+    (copy,) = (path for path in cache.iterdir() if not path.name.startswith("."))
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+        p.name: p.read_bytes() for p in there.iterdir()
+    }
+    total = sum(path.stat().st_size for path in copy.iterdir())
+    assert [r.getMessage() for r in caplog.records] == [f"copied {there} to {copy}: {total:,} bytes"]
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [copy.name]
+
+
+def test_another_data_set_at_the_same_place_is_copied_anew(bucket, cache, tmp_path):
+    """Also one that differs in the values of its rows only."""
+    rows = safety_rows("train", 300)
+    put(f"{bucket}/data", rows, tmp_path, "a")
+    assert builders.load("safety", f"{bucket}/data", "train") == rows
+    other = [row | {"label": {"yes": "no ", "no": "yes"}[row["label"]].strip()} for row in rows]
+    put(f"{bucket}/data", other, tmp_path, "b")
+    assert builders.load("safety", f"{bucket}/data", "train") == other
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "info"])
+def test_a_damaged_data_set_in_a_bucket_can_be_replaced_by_a_whole_one(damage, bucket, cache, tmp_path):
+    rows = safety_rows("train", 300)
+    there = put(f"{bucket}/data", rows, tmp_path)
+    (records,) = (path for path in there.iterdir() if "train" in path.name)
+    broken = there / "dataset_info.json" if damage == "info" else records
+    if damage == "gone":
+        records.unlink()
+    else:
+        broken.write_bytes(broken.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"the safety data set of gs://bucket/data is damaged|info\.json is not JSON"):
+        builders.load("safety", f"{bucket}/data", "train")
+    put(f"{bucket}/data", rows, tmp_path)
+    assert builders.load("safety", f"{bucket}/data", "train") == rows
+
+
+def test_processes_of_one_host_make_one_copy(bucket, cache, tmp_path, monkeypatch):
+    put(f"{bucket}/data", safety_rows("train", 30), tmp_path)
+    copy_files, copied, found = builders.copy_files, [], []
+
+    def slowly(source, target):
+        copied.append(target)
+        time.sleep(0.3)
+        return copy_files(source, target)
+
+    def read():
+        found.append(builders.splits("safety", f"{bucket}/data"))
+
+    monkeypatch.setattr(builders, "copy_files", slowly)
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{"train": 30}] * 4 and len(copied) == 1
+
+
+def test_a_copy_that_breaks_off_leaves_none(bucket, cache, tmp_path, monkeypatch):
+    rows = safety_rows("train", 30)
+    put(f"{bucket}/data", rows, tmp_path)
+    monkeypatch.setattr(builders.shutil, "copyfileobj", lambda reads, writes: writes.write(reads.read()[:1]))
+    with pytest.raises(
+        UserError, match=r"gs://bucket/data/safety/1\.0\.0 has changed while it was copied; start the same"
+    ):
+        builders.load("safety", f"{bucket}/data", "train")
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_a_cache_that_cannot_be_written_and_a_bucket_that_cannot_be_reached(bucket, tmp_path, monkeypatch):
+    put(f"{bucket}/data", safety_rows("train", 30), tmp_path)
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("NCA_JAX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be copied to /.*/file/datasets \(.*; set NCA_JAX_CACHE to"):
+        builders.load("safety", f"{bucket}/data", "train")
+    with pytest.raises(UserError, match=r"gs://bucket/other has no safety data set; .* --data_dir=gs://bucket/other$"):
+        builders.load("safety", f"{bucket}/other", "train")
+
+    def unreachable(name):
+        raise RuntimeError("no such bucket\nand more")
+
+    monkeypatch.setattr(epath.backend.fsspec_backend, "_get_filesystem", unreachable)
+    with pytest.raises(
+        UserError, match=r"data_dir=gs://bucket/data cannot be reached \(no such bucket\); install gcsfs"
+    ):
+        builders.load("safety", f"{bucket}/data", "train")
 
 
 def test_made_up_rows_need_no_tensorflow_datasets():

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from conftest import SHARED
+from etils import epath
 
 from nca_jax.data import builders, prepare
 from nca_jax.data.rows import read_rows
@@ -219,6 +220,71 @@ def test_the_data_set_may_lie_among_its_sources(source, tmp_path, capsys):
     assert "nothing was written" in run(capsys, *arguments)[1]
 
 
+@pytest.fixture
+def in_bucket(bucket, source, tmp_path, monkeypatch):
+    """Arguments to prepare from a bucket into a bucket."""
+    monkeypatch.setenv("NCA_JAX_CACHE", str(tmp_path / "cache"))
+    for file in source.iterdir():
+        (epath.Path(bucket) / "rows" / file.name).write_bytes(file.read_bytes())
+    return ["--domain=safety", f"--source={bucket}/rows", f"--data_dir={bucket}/data"]
+
+
+def objects(path: str) -> set[str]:
+    """Names of what is in a directory of a bucket."""
+    return {found.name for found in epath.Path(path).iterdir()} if epath.Path(path).exists() else set()
+
+
+def test_from_a_bucket_into_a_bucket(in_bucket, capsys):
+    code, out, err = run(capsys, *in_bucket)
+    assert (code, err) == (0, "") and "validation.jsonl: JSON Lines, 1 rows, validation\n" in out
+    assert out.endswith(
+        "written: gs://bucket/data/safety/1.0.0\nto train on it: --config.domain.settings.data_dir=gs://bucket/data\n"
+    )
+    assert builders.load("safety", "gs://bucket/data", "train") == LINES
+    assert "gs://bucket/data/safety/1.0.0 holds these rows already" in run(capsys, *in_bucket)[1]
+    epath.Path("gs://bucket/rows/train.jsonl").write_text(json.dumps(LINES[0] | {"text": "new"}) + "\n")
+    code, _, err = run(capsys, *in_bucket)
+    assert code == 2 and "gs://bucket/data/safety/1.0.0 holds rows of other files or options; pass --overwrite" in err
+    assert builders.load("safety", "gs://bucket/data", "train") == LINES
+    assert run(capsys, *in_bucket, "--overwrite")[0] == 0
+    assert builders.load("safety", "gs://bucket/data", "train") == [LINES[0] | {"text": "new"}]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "old"])
+def test_a_copy_to_a_bucket_that_breaks_off_is_no_data_set(there, in_bucket, monkeypatch, capsys):
+    directory = "gs://bucket/data/safety/1.0.0"
+    if there:
+        run(capsys, *in_bucket)
+        epath.Path(f"{directory}/safety-dev.array_record-00000-of-00001").write_text("of another data set")
+    copy, copied = builders.shutil.copyfileobj, []
+
+    def breaks_off(reads, writes):
+        copy(reads, writes)
+        copied.append(objects(directory))
+        if len(copied) == 5:
+            raise OSError("connection lost")
+
+    monkeypatch.setattr(builders.shutil, "copyfileobj", breaks_off)
+    code, _, err = run(capsys, *in_bucket, "--overwrite")
+    assert (code, err) == (2, "error: preparing stopped (connection lost); nothing half-written is left.\n")
+    # The last of five is the one without which the others are nothing.
+    assert [len(names) for names in copied] == [1, 2, 3, 4, 5] and "dataset_info.json" not in copied[3]
+    assert objects(directory) == set()
+
+
+def test_what_a_killed_copy_leaves_is_in_nobodys_way_and_other_files_are_kept(in_bucket, capsys):
+    directory = epath.Path("gs://bucket/data/safety/1.0.0")
+    (directory / "safety-train.array_record-00000-of-00001").write_text("half")
+    (directory / "features.json").write_text("{}")
+    assert run(capsys, *in_bucket)[0] == 0
+    assert builders.load("safety", "gs://bucket/data", "train") == LINES
+    (directory / "dataset_info.json").unlink()
+    (directory / "precious.txt").write_text("mine")
+    code, _, err = run(capsys, *in_bucket, "--overwrite")
+    assert code == 2 and "1.0.0 exists and is not a data set; choose another --data_dir" in err
+    assert (directory / "precious.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -230,7 +296,6 @@ def test_the_data_set_may_lie_among_its_sources(source, tmp_path, capsys):
         (["--domain=medmcqa", "--labels=a=yes"], "--labels does not apply to medmcqa; leave it out"),
         (["--domain=medmcqa", "--fields=text=a"], "--fields does not apply to medmcqa; leave it out"),
         (["--data_dir=tiny"], "--data_dir=tiny means the package's made-up rows; choose another directory"),
-        (["--data_dir=gs://bucket/x"], "is a bucket; prepare the data on a local disk"),
         (["--source=/nowhere"], "--source=/nowhere does not exist"),
         (["--holdout=0.1"], "--holdout would split anew"),
     ],

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import byte_tokenizer
+from conftest import byte_tokenizer, take_devices
 
 from configs import frozenlake, medmcqa
 from nca_jax.data.chat import ChatFormat
@@ -97,7 +97,7 @@ class RuleModel:
 @pytest.fixture
 def model(monkeypatch):
     rules = RuleModel()
-    monkeypatch.setattr("nca_jax.sharding.jax.device_count", lambda: 1)
+    take_devices(monkeypatch, 1)
     monkeypatch.setattr(experience, "open_session", rules.session)
     monkeypatch.setattr(select_context, "open_session", rules.session)
     return rules

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 # At 256 plain attention's reported temporaries are smaller than the kernel's (2.7 against 6.0 MB): presumably scores
@@ -26,14 +25,13 @@ def temporaries(attention: str, head_dim: int) -> int:
     """Bytes that the compiled loss and gradient of a small Llama needs per device, besides arguments and results."""
     from flax import nnx
     from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
 
     from nca_jax.models.decoder import decoder_graph, encode_prefix, weight_table
     from nca_jax.models.presets import preset
-    from nca_jax.sharding import named, params_sharding
+    from nca_jax.sharding import make_mesh, named, params_sharding
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    mesh = Mesh(np.array(devices).reshape(1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 2}, devices)
     sizes = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": head_dim, "mlp_size": 1024}
     arch = dataclasses.replace(preset("tiny_llama3"), **sizes)
     graph = decoder_graph(arch, jnp.bfloat16, attention=attention, mesh=mesh)

@@ -114,8 +114,11 @@ def test_a_bucket_is_read_in_place_and_its_tokenizer_through_a_copy(bucket, tmp_
     assert "tokenizer.json" in names and "model.safetensors" not in names
 
 
-def test_a_bucket_that_cannot_be_reached_is_one_sentence():
-    """The library for real buckets is not installed here, or has no network."""
+def test_a_bucket_that_cannot_be_reached_is_one_sentence(monkeypatch):
+    def missing(name):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(epath.backend.fsspec_backend, "_get_filesystem", missing)
     with pytest.raises(UserError, match=r"gs://no-such-bucket/model cannot be reached \(.*gcsfs"):
         resolve("gs://no-such-bucket/model")
 
