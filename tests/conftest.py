@@ -89,6 +89,23 @@ TINY_CONFIG = {
 }
 
 
+# The shortest run in which everything happens: two evaluations, samples, three checkpoints.
+SHORT_RUN = {
+    "steps": 6,
+    "batch_size": 4,
+    "data.max_prompt_tokens": 900,
+    "optimizer.learning_rate": 3e-3,
+    "optimizer.schedule": "constant",
+    "rollout.max_new_tokens": 4,
+    "evaluation.every": 4,
+    "evaluation.max_items": 6,
+    "evaluation.batch_size": 4,
+    "checkpoint.every": 2,
+    "log.samples_every": 3,
+    "log.samples": 2,
+}
+
+
 def random_tensors(arch: Architecture, seed: int = 0, std: float = 0.2) -> dict[str, np.ndarray]:
     """Hugging Face name -> random float32 tensor in the file's shape, for every weight of the architecture."""
     rng = np.random.default_rng(seed)

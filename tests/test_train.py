@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY_CONFIG, records, take_devices, write_model
+from conftest import SHORT_RUN, TINY_CONFIG, records, take_devices, write_model
 from safetensors.numpy import load_file, save_file
 
 from configs import conventions
@@ -25,23 +25,8 @@ from nca_jax.train import train
 from nca_jax.workdir_lock import locked
 
 REPOSITORY = Path(__file__).parents[1]
-OVERRIDES = {
-    "steps": 6,
-    "batch_size": 4,
-    "data.max_prompt_tokens": 900,
-    "optimizer.learning_rate": 3e-3,
-    "optimizer.schedule": "constant",
-    "rollout.max_new_tokens": 4,
-    "evaluation.every": 4,
-    "evaluation.max_items": 6,
-    "evaluation.batch_size": 4,
-    "checkpoint.every": 2,
-    "log.samples_every": 3,
-    "log.samples": 2,
-    # One device, whatever number the tests simulate.
-    "mesh.data": 1,
-    "mesh.fsdp": 1,
-}
+# On one device, whatever number the tests simulate.
+OVERRIDES = SHORT_RUN | {"mesh.data": 1, "mesh.fsdp": 1}
 
 
 SHORT = {"steps": 3, "evaluation.max_items": 1, "evaluation.every": 3, "log.samples_every": 3, "checkpoint.every": 3}
