@@ -24,6 +24,7 @@ def join() -> None:
 
     They are told by the environment variables JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID; or else, where this is a Slurm step of several tasks or a host with TPUs, found by jax itself.
+    JAX_NUM_PROCESSES=1 alone says that there are none.
 
     Raises:
       UserError: only some of the variables are set.
@@ -31,6 +32,8 @@ def join() -> None:
     # It would catch SIGTERM, which `preemption.StopSignals` does.
     jax.config.update("jax_enable_preemption_service", False)
     given = {name: os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
+    if given == {"JAX_NUM_PROCESSES": "1"}:
+        return
     if given:
         if len(given) < len(_ENVIRONMENT) or not all(given[name].isdigit() for name in _ENVIRONMENT[1:]):
             raise UserError(f"of {', '.join(_ENVIRONMENT)} all must be set, the last two to numbers, or none.")

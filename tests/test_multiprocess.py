@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import take_devices
+from conftest import records, take_devices
 from same_run import OVERRIDES, assert_same, config_of, overrides_on, wide_model
 
 from nca_jax.train import train
@@ -118,13 +120,35 @@ def test_what_processes_tell_each_other():
     assert first["held"] == [0, 8] and second["held"] == [16, 24]
 
 
-def test_two_processes_of_four_devices_are_as_one_device(model, alone, tmp_path):
-    job = Job(model, tmp_path / "run", overrides_on(2, 1, 2, 2))
+@pytest.fixture(scope="module")
+def job_of_two(model, tmp_path_factory) -> Job:
+    """A finished job of two processes."""
+    job = Job(model, tmp_path_factory.mktemp("two") / "run", overrides_on(2, 1, 2, 2))
     job.finish()
+    return job
+
+
+def test_two_processes_of_four_devices_are_as_one_device(job_of_two, alone):
+    job = job_of_two
     assert_same(job.workdir, alone)
     summary = (job.workdir / "summary.txt").read_text()
     assert job.log(0).endswith(summary) and "summary" not in job.log(1), "the first alone reports"
     assert json.loads((job.workdir / "heartbeats" / "process_1.json").read_text())["end"] == "closed"
+
+
+def test_what_two_processes_have_saved_one_goes_on_with(model, job_of_two, alone, tmp_path, monkeypatch):
+    """Weights, optimizer and the next batch, on another number of processes and devices."""
+    take_devices(monkeypatch, 1)
+    ends = []
+    for name, workdir in (("two", job_of_two.workdir), ("one", alone)):
+        shutil.copytree(workdir, tmp_path / name)
+        train(config_of(model, OVERRIDES | {"steps": 4, "evaluation.every": 10}), str(tmp_path / name))
+        ends.append([record for record in records(tmp_path / name) if record["step"] == 4])
+    assert len(ends[0]) == len(ends[1]) == 2
+    for found, expected in zip(*ends, strict=True):
+        assert found.keys() == expected.keys()
+        for metric, value in expected.items():
+            np.testing.assert_allclose(found[metric], value, rtol=1e-5, atol=1e-6, err_msg=metric)
 
 
 def test_a_host_that_is_taken_away_and_comes_back(model, alone, tmp_path):
@@ -145,7 +169,7 @@ def test_a_host_that_is_taken_away_and_comes_back(model, alone, tmp_path):
 def test_a_process_that_is_killed_and_started_again(model, alone, tmp_path):
     """Without a word: the other one crashes for want of it, and both begin again where the last checkpoint is."""
     job = Job(model, tmp_path / "run", overrides_on(1, 1, 4, 2) | {"checkpoint.every": 1})
-    job.wait_for('"step": 1, "loss"')
+    job.wait_for('"loss"')  # of the first step
     os.kill(job.trainer(1), signal.SIGKILL)
     job.finish()
     assert_same(job.workdir, alone)
@@ -154,7 +178,7 @@ def test_a_process_that_is_killed_and_started_again(model, alone, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named(model, tmp_path):
     job = Job(model, tmp_path / "run", overrides_on(1, 1, 4, 2) | {"watchdog.minutes": 0.1, "steps": 500})
-    job.wait_for('"step": 1, "loss"')
+    job.wait_for('"loss"')  # of the first step
     frozen = job.trainer(1)
     os.kill(frozen, signal.SIGSTOP)
     deadline = time.monotonic() + 200

@@ -24,6 +24,13 @@ def test_a_process_alone_waits_for_nobody(joined):
     assert not joined
 
 
+def test_jax_is_not_asked_where_there_is_one_process(joined, monkeypatch):
+    monkeypatch.setattr(processes.glob, "glob", lambda pattern: ["/dev/accel0"])
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    processes.join()
+    assert not joined
+
+
 def test_by_environment(joined, monkeypatch):
     for name, value in zip(NAMES, ("host:1234", "16", "0"), strict=True):
         monkeypatch.setenv(name, value)
