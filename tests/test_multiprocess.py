@@ -142,7 +142,7 @@ def test_what_two_processes_have_saved_one_goes_on_with(model, job_of_two, alone
     ends = []
     for name, workdir in (("two", job_of_two.workdir), ("one", alone)):
         shutil.copytree(workdir, tmp_path / name)
-        train(config_of(model, OVERRIDES | {"steps": 4, "evaluation.every": 10}), str(tmp_path / name))
+        train(config_of(model, OVERRIDES | {"steps": 4}), str(tmp_path / name))
         ends.append([record for record in records(tmp_path / name) if record["step"] == 4])
     assert len(ends[0]) == len(ends[1]) == 2
     for found, expected in zip(*ends, strict=True):
