@@ -1,7 +1,7 @@
 """The decoder with splash attention goes through the real TPU compiler, and needs less memory than with plain XLA.
 
-No TPU is needed, only libtpu, in the version that jax's own `tpu` extra pins; without it the tests are skipped. A
-process that has loaded it keeps others out, so each compilation is a process of its own: this file, run as a script.
+No TPU is needed, only libtpu, in the version that jax's own `tpu` extra pins; without it the tests are skipped. Each
+compilation is a process of its own, this file run as a script: pytest's process never loads libtpu.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def compiled(attention: str, head_dim: int) -> int:
     """`temporaries` of a child. On the cpu platform it never looks for a TPU; conftest.py's flags are the CPU's."""
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
-    env |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": path}
+    env |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": path}
     command = [sys.executable, __file__, attention, str(head_dim)]
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr[-3000:]
