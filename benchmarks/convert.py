@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from nca_jax.models.decoder import weight_table
 from nca_jax.models.huggingface import stored_names
 from nca_jax.models.presets import preset
 
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--scratch", help="directory on a disk with room; default: the system's")
     arguments = parser.parse_args()
     arch = preset(arguments.preset)
-    parameters = sum(int(np.prod(spec.shape)) for spec in weight_table(arch).values())
+    parameters = parameter_count(arch)
     sizes = {
         "parameters": parameters,
         "float32_parameters_gb": 4 * parameters / 1e9,

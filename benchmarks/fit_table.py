@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from nca_jax.chips import chip_named
-from nca_jax.models.decoder import weight_table
+from nca_jax.models.decoder import parameter_count
 from nca_jax.models.presets import preset
 from nca_jax.plan import SHAPES
 
@@ -41,9 +41,7 @@ SETTINGS = {
 
 def static_bytes(setting: str) -> float:
     """Of all devices together: float32 weights and two moments, and a bfloat16 teacher."""
-    student, teacher = (
-        sum(math.prod(spec.shape) for spec in weight_table(preset(name)).values()) for name in SETTINGS[setting]
-    )
+    student, teacher = (parameter_count(preset(name)) for name in SETTINGS[setting])
     return 12 * student + 2 * teacher
 
 

@@ -4,16 +4,16 @@
     python -m nca_jax.main --config=configs/frozenlake.py:self \\
         --config.context.file=experience/frozenlake_self/context.json
 
-| setting | student | teacher | smallest TPU v5e | GiB of 15.75 | a step | 50 steps, 6 evaluations |
+| setting | student | teacher | smallest TPU v5e | GiB of 15.75 | a step | 50 steps |
 |---|---|---|---|---|---|---|
-| `self` (default) | Qwen3-1.7B, thinking | the same | 2x4 | 12.0 | 105 s | 2 h |
-| `cross` | Qwen3-1.7B, thinking | Qwen3-4B | 2x4 | 12.8 | 115 s | 2 h |
+| `self` (default) | Qwen3-1.7B, thinking | the same | 2x4 | 12.0 | 104 s | 90 min |
+| `cross` | Qwen3-1.7B, thinking | Qwen3-4B | 2x4 | 12.8 | 116 s | 95 min |
 | `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop: 2.4 GB | | | 6 steps: 10 minutes on 2 busy cores |
 | `tiny` | random weights | the same | anything | | | a minute, 4 steps |
 
 GiB: what a device needs at its fullest, as the TPU's compiler says for the longest prompts and responses that the
 config lets pass. Times: estimates from shapes, with all responses the longest. Both by `python -m nca_jax.plan`;
-nothing has run on a TPU. Compilation, minutes, comes on top. Other chips: docs/scaling.md.
+nothing has run on a TPU. Compilation and evaluations come on top. Other chips: docs/scaling.md.
 
 From OPCD's code: 64 games a step of at most five turns, every turn an example of at most 1024 tokens at temperature
 0.7, 50 steps; evaluated on 128 games, once, at temperature 0.7, top-p 0.8, top-k 20; experience of at most 8192

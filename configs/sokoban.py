@@ -4,16 +4,16 @@
     python -m nca_jax.main --config=configs/sokoban.py:self \\
         --config.context.file=experience/sokoban_self/context.json
 
-| setting | student | teacher | smallest TPU v5e | GiB of 15.75 | a step | 50 steps, 6 evaluations |
+| setting | student | teacher | smallest TPU v5e | GiB of 15.75 | a step | 50 steps |
 |---|---|---|---|---|---|---|
-| `self` (default) | Qwen3-4B-Instruct-2507 | the same | 4x4 | 14.6 | 105 s | 2 h |
-| `cross` | Qwen3-4B, not thinking | Qwen3-8B | 4x4 | 14.9 | 110 s | 2 h |
+| `self` (default) | Qwen3-4B-Instruct-2507 | the same | 4x4 | 14.6 | 106 s | 90 min |
+| `cross` | Qwen3-4B, not thinking | Qwen3-8B | 4x4 | 14.9 | 111 s | 90 min |
 | `smollm2_135m` | SmolLM2-135M-Instruct | the same | a laptop: 2.4 GB | | | 6 steps, not timed |
 | `tiny` | random weights | the same | anything | | | a minute, 4 steps |
 
 GiB: what a device needs at its fullest, as the TPU's compiler says for the longest prompts and responses that the
 config lets pass. Times: estimates from shapes, with all responses the longest. Both by `python -m nca_jax.plan`;
-nothing has run on a TPU. Compilation, minutes, comes on top. Other chips: docs/scaling.md.
+nothing has run on a TPU. Compilation and evaluations come on top. Other chips: docs/scaling.md.
 
 Values as in frozenlake.py. Inferred: the cross setting, both of its models, and that neither thinks. Boards are
 random, and each is proved to be winnable within five turns; those of the reference are not (about one in eight needs

@@ -30,7 +30,7 @@ from nca_jax.command import parse_with_config, set_up_logging
 from nca_jax.errors import UserError
 from nca_jax.files import write_json
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import Past, weight_table
+from nca_jax.models.decoder import Past, parameter_count
 from nca_jax.models.packaged import cache_dir
 from nca_jax.models.presets import preset
 from nca_jax.rollout import Sampling, example_keys
@@ -127,7 +127,7 @@ def compiled_facts(config: ConfigDict, devices: Sequence[jax.Device], tokens: di
         "device": devices[0].device_kind,
         "devices": len(devices),
         "chips": chips_in(devices, chip_of(devices[0].device_kind)),
-        "parameters": {"student": _parameters(student), "teacher": _parameters(teacher)},
+        "parameters": {"student": parameter_count(student), "teacher": parameter_count(teacher)},
         "meshes": {"train": dict(mesh.shape), "decode": dict(job.student.mesh.shape)},
         "micro_batches": job.micro_batches,
         "bytes_per_device": {
@@ -210,10 +210,6 @@ def _compiled(lowered: jax.stages.Lowered, devices: Sequence[jax.Device], open_l
 def _refusal(message: str) -> str:
     """What the compiler says of how much there was and how much it would have needed."""
     return message.split("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
-
-
-def _parameters(arch: Architecture) -> int:
-    return sum(math.prod(spec.shape) for spec in weight_table(arch).values())
 
 
 def _bytes(tree: Any) -> int:

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import jax
@@ -64,30 +65,34 @@ class Agreement:
     """Lets all processes of a job decide alike, though a signal may reach one of them only, and clocks differ.
 
     `cast` before a step is dispatched, `result` when it has been: what is agreed was computed on the device before the
-    step, so nobody waits for the step. With one process the device has no part in it.
+    step, so nobody waits for the step. With one process the device has no part in it, and the result is what it wants
+    by then.
 
     Args:
       mesh: of the job, over devices of all processes.
+      wishes: what this process wants at the moment; equally many flags, in the same order, in all processes.
       processes: of the job; None: as many as there are.
     """
 
-    def __init__(self, mesh: Mesh, processes: int | None = None):
-        self._alone = (processes or jax.process_count()) == 1
+    def __init__(self, mesh: Mesh, wishes: Callable[[], tuple[bool, ...]], processes: int | None = None):
+        self._wishes, self._alone = wishes, (processes or jax.process_count()) == 1
         self._by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._count = mesh.devices.size
         self._mine = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
         self._any = jax.jit(lambda flags: jnp.max(flags, 0), out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._cast: tuple[bool, ...] | jax.Array | None = None
+        self._cast: jax.Array | None = None
 
-    def cast(self, flags: tuple[bool, ...]) -> None:
-        """Starts the agreement; all processes cast equally many flags, in the same order, at the same step."""
+    def cast(self) -> None:
+        """Starts the agreement; all processes call this at the same step."""
         if self._alone:
-            self._cast = tuple(flags)
             return
+        flags = self._wishes()
         rows = np.tile(np.array(flags, np.int32), (self._mine, 1))
         shape = (self._count, len(flags))
         self._cast = self._any(jax.make_array_from_process_local_data(self._by_device, rows, shape))
 
     def result(self) -> tuple[bool, ...]:
-        """For each flag that was cast last, whether any process has set it; the same in all processes."""
+        """For each flag, whether any process had set it at the last cast; the same in all processes."""
+        if self._alone:
+            return self._wishes()
         return tuple(bool(flag) for flag in np.asarray(self._cast))

@@ -50,6 +50,10 @@ def estimate(
       chip: whose peaks.
       chips: how many.
     """
+    # A device may be half a chip.
+    share = chips / facts["devices"]
+    rates = ("hbm_bytes_per_second", "ici_bytes_per_second", "dcn_bytes_per_second")
+    chip = chip._replace(**{rate: share * getattr(chip, rate) for rate in rates})
     step = sum(train_step_flops(config, student, teacher, tokens).values())
     compute = step / (chips * chip.flops_bf16 * COMPUTE)
     memory = _train_bytes(config, student, teacher, tokens, facts) / (chip.hbm_bytes_per_second * MEMORY)
@@ -79,7 +83,7 @@ def _train_bytes(config: ConfigDict, student: Architecture, teacher: Architectur
     devices, tensor = facts["devices"], mesh["tensor"]
     own = facts["bytes_per_device"]["weights"] / 4  # parameters
     # Gathered (written) and read, by the forward pass, its repetition and the backward pass.
-    weights = parts * 2 * 2 * (3 * _parameters(student) + _parameters(teacher)) / tensor
+    weights = parts * 2 * 2 * (3 * _layer_parameters(student) + _layer_parameters(teacher)) / tensor
     gradients = parts * 3 * 4 * own if parts > 1 else 2 * 4 * own
     update = 7 * 4 * own  # reads gradient, parameter and two moments, writes the last three
     rows, R = settings.rows(config) / devices * tensor, config.rollout.max_new_tokens
@@ -100,6 +104,6 @@ def _decode_bytes(student: Architecture, rows: int, response: int, tokens: Token
     return facts["bytes_per_device"]["decode_weights"] + cached * of_token
 
 
-def _parameters(arch: Architecture) -> float:
+def _layer_parameters(arch: Architecture) -> float:
     """Of the layers, which are what a step gathers over and over."""
     return float(sum(math.prod(spec.shape) for spec in weight_table(arch).values() if spec.axes[0] == "layers"))

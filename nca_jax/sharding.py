@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from nca_jax.axes import MESH_AXES, RULES, named, parts
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.decoder import weight_table
+from nca_jax.models.decoder import parameter_count, weight_table
 from nca_jax.train_step import Batch, Retained, View
 
 
@@ -20,7 +20,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
     Args:
       sizes: of each axis. At most one is -1, which means all devices that are left. "replica" 0 or missing means one
-        replica for each slice, so that only gradients, once a step, go over the network between slices.
+        replica for each slice, so that only gradients go over the network between slices.
       devices: all of which are used; None: those of all processes.
 
     Raises:
@@ -85,7 +85,7 @@ def make_decode_mesh(mesh: Mesh, arch: Architecture, dtype: np.dtype, tensor: in
             )
         params_sharding(of(tensor), arch)
         return of(tensor)
-    total_gb = sum(int(np.prod(spec.shape)) for spec in weight_table(arch).values()) * np.dtype(dtype).itemsize / 1e9
+    total_gb = parameter_count(arch) * np.dtype(dtype).itemsize / 1e9
     chosen = 1
     for size in range(1, near + 1):
         if near % size == 0 and _divides(of(size), arch):

@@ -174,14 +174,14 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
     bad = partial(_stop_not_finite, workdir, checkpoints)
     steps = StepLog(logbook, timeline, job.learning_rate, start, config.steps, work, bad)
     saved_at = time.monotonic()
-    agreement = Agreement(mesh)
 
     def wishes() -> tuple[bool, bool]:
         """To stop, and to save because it is time. What one process wants, all of them do, after the same step."""
         return signals.received is not None, _overdue(config, saved_at)
 
+    agreement = Agreement(mesh, wishes)
     for step in range(start + 1, config.steps + 1):
-        agreement.cast(wishes())
+        agreement.cast()
         watchdog.beat(step, "rollout")
         profile.before(step)
         index = next(indices)
@@ -198,7 +198,7 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
         steps.dispatched(Dispatched(step, metrics | drawn.metrics, drawn.batch, drawn.rows))
         if shown:
             logbook.samples(step, shown.records())
-        stop, overdue = agreement.result() if jax.process_count() > 1 else wishes()
+        stop, overdue = agreement.result()
         last, accuracy = step == config.steps, None
         evaluation_due = last or step % config.evaluation.every == 0
         if evaluation_due and not stop:  # there may be seconds left; then it is done when the run goes on

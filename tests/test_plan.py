@@ -161,3 +161,5 @@ def test_the_roofline_of_a_job_that_one_can_compute_by_hand():
     of_token = 2 * 2 * 36 * 8 * 128 / 8
     read = 512 * (2 * GIB + (64 * 768 + 64) * of_token)
     assert times["rollout"].memory == pytest.approx(read / (819e9 * MEMORY))
+    halves = estimate(config, arch, arch, tokens, facts(), chip, 8)  # of chips
+    assert halves["rollout"].memory == pytest.approx(2 * times["rollout"].memory)

@@ -1,6 +1,7 @@
 """Meshes of eight simulated devices: what is refused, where things go, and the same gradient on each."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,14 @@ def test_mesh_sizes(sizes, shape):
 def test_mesh_sizes_that_do_not_fit_the_devices_are_refused(sizes):
     with pytest.raises(UserError, match=f"'data': {sizes[0]}.*8 devices"):
         mesh_of(*sizes)
+
+
+def test_a_replica_that_would_span_slices_is_refused():
+    devices = [SimpleNamespace(slice_index=i // 4) for i in range(8)]
+    with pytest.raises(UserError, match=r"replica 1 is no multiple of the 2 slices.*set it to 0"):
+        make_mesh({"replica": 1, "data": 1, "fsdp": 8, "tensor": 1}, devices)
+    with pytest.raises(UserError, match="8 devices in 2 slices"):
+        make_mesh({"replica": 0, "data": 1, "fsdp": 8, "tensor": 1}, devices)
 
 
 def test_weights_are_split_along_the_axes_of_their_table():

@@ -4,6 +4,7 @@ Parameters live in a plain dict, name -> array, with the names, shapes and axes 
 params)` makes the module of them inside a jitted function.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,11 @@ def weight_table(arch: Architecture, dtype: jnp.dtype = jnp.float32) -> dict[str
     if not arch.tied_head:
         rows["head"] = ((V, D), ("vocab", "embed"), normal)
     return {name: WeightSpec(*row, dtype) for name, row in rows.items()}
+
+
+def parameter_count(arch: Architecture) -> int:
+    """Of the whole decoder; a tied head counts once."""
+    return sum(math.prod(spec.shape) for spec in weight_table(arch).values())
 
 
 # What the backward pass keeps of a layer's forward pass; the rest is computed again.
