@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nca_jax.models.decoder import parameter_count
 from nca_jax.models.huggingface import stored_names
 from nca_jax.models.presets import preset
 
