@@ -50,6 +50,15 @@ def test_the_same_request_twice_and_a_later_warning_end_nothing():
 
 
 def test_ctrl_c_is_left_alone():
+    # A shell starts what it runs in the background with this signal ignored, and Python then leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _ctrl_c()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _ctrl_c():
     with StopSignals() as stop, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert stop.received is None
