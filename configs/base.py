@@ -100,6 +100,9 @@ def get_config() -> ConfigDict:
     config.evaluation.split = "validation"  # validation | test; test only for a last number, never to choose by
     config.evaluation.every = 10  # steps; also before the first and after the last
     config.evaluation.batch_size = 32  # rows sampled at once
+    config.evaluation.contexts = ()  # also tried: names that the domain knows, of domains/variants.py, or files
+    config.evaluation.samples = 1  # responses of each item in each view
+    config.evaluation.divergence = True  # KL(q_x || q_view) on the response without a context, of each further view
     config.evaluation.max_items = 500  # held-out items [C]
     config.evaluation.temperature = 1.0  # [C]; 0 is greedy
     config.evaluation.top_p = 0.95  # [C]

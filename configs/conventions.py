@@ -21,7 +21,7 @@ def get_config(convention: str = "plural") -> ConfigDict:
 
     config.domain.name = "conventions"
     config.domain.settings.convention = convention
-    config.domain.settings.irrelevant = "plural" if convention == "first_letter" else "first_letter"
+    config.domain.settings.other_task = "plural" if convention == "first_letter" else "first_letter"
 
     config.rollout.max_new_tokens = 8  # the answers are 1 to 6 tokens
     config.loss.support = "full"  # 64 response positions a step: no need to save on the vocabulary
@@ -35,6 +35,7 @@ def get_config(convention: str = "plural") -> ConfigDict:
     config.evaluation.temperature = 0.0  # greedy: so few items leave no room for sampling noise
     config.evaluation.top_p = 1.0
     config.evaluation.top_k = 0
+    config.evaluation.contexts = ("paraphrased", "other_task")
     config.evaluation.every = 15  # before, in the middle, after
     config.checkpoint.every = 10  # 1.6 GB each
     return config

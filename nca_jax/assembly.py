@@ -21,6 +21,7 @@ from nca_jax.models.layers import is_stacked, layer_sharding
 from nca_jax.rollout import Rollout, make_sampler
 from nca_jax.sharding import batch_sharding, like_params, make_decode_mesh, params_sharding
 from nca_jax.train_step import Batch, Objective, Retained, Teacher, TrainState, View, make_train_step, shared_prefix
+from nca_jax.view_divergence import make_view_divergence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Answering:
       layout: weights from wherever they lie, in whatever dtype -> the decode layout, matrices in the compute dtype. One
         jitted program, no copy through the host; on one device and with the right dtype the same arrays.
       encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
+      divergence: see `view_divergence.make_view_divergence`.
       sampler: top_k -> sample, see `rollout.make_sampler`; the same function for the same number. It takes rows from
         the host or from anywhere.
     """
@@ -41,6 +43,7 @@ class Answering:
     sharding: dict[str, NamedSharding]
     layout: Callable[[Params], Params]
     encode: Callable[[Params, jax.Array], list[Past]]
+    divergence: Callable[..., jax.Array]
     sampler: Callable[[int], Callable[..., Rollout]]
 
 
@@ -127,7 +130,8 @@ def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vo
             return params
         return moved(params)
 
-    return Answering(mesh, sharding, layout, _encoder(graph), sampler)
+    divergence = make_view_divergence(graph, vocab_size=vocab_size, chunk_size=config.loss.chunk_size)
+    return Answering(mesh, sharding, layout, _encoder(graph), divergence, sampler)
 
 
 def _graph(config: ConfigDict, arch: Architecture, mesh: Mesh) -> nnx.GraphDef:

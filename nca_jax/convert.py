@@ -15,28 +15,27 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
 
 from nca_jax.command import set_up_logging
 from nca_jax.errors import UserError
-from nca_jax.files import absolute, read_json
+from nca_jax.files import read_json
 from nca_jax.models import huggingface, orbax_params
-from nca_jax.models.architecture import Architecture, load_architecture
+from nca_jax.models.architecture import load_architecture
 from nca_jax.models.export import EXPORT_DTYPES, Written, export_dtype, write_huggingface, write_orbax
 from nca_jax.models.huggingface import checked_tensors, equal_tensors, tensors_to_write
-from nca_jax.models.layers import Piece
+from nca_jax.models.layers import in_turn
 from nca_jax.models.orbax_params import ORBAX_PARAMS
 from nca_jax.models.presets import PRESETS, TINY_PRESETS
 from nca_jax.models.random_model import write_random
 from nca_jax.models.source import resolve
 from nca_jax.models.tensor_files import DTYPES
 from nca_jax.sharding import make_mesh, params_sharding
+from nca_jax.stored_model import find_model
 
 
 def import_model(arguments: argparse.Namespace) -> str:
@@ -55,16 +54,17 @@ def import_model(arguments: argparse.Namespace) -> str:
 
 def export_model(arguments: argparse.Namespace) -> str:
     """Workdir or imported model -> Hugging Face; returns the line to print."""
-    small_files, arch, piece, by_layer = _open_weights(arguments)
+    model = find_model(arguments.source, arguments.step)
+    piece, by_layer = model.reader()
     _refuse_same(arguments.source, arguments.output)
-    config = read_json(epath.Path(small_files) / "config.json")
+    config = read_json(epath.Path(model.directory) / "config.json")
     dtype = export_dtype(arguments.dtype, config)
     written = write_huggingface(
         arguments.output,
-        arch,
-        tensors_to_write(arch, piece, dtype, by_layer),
+        model.arch,
+        tensors_to_write(model.arch, piece, dtype, by_layer),
         config,
-        small_files,
+        model.directory,
         dtype=dtype,
         shard_bytes=int(arguments.shard_gb * 1e9),
         overwrite=arguments.overwrite,
@@ -113,48 +113,13 @@ def _round_trip(name: str, source: str, scratch: Path, arguments: argparse.Names
     pieces = orbax_params.read_pieces(epath.Path(imported) / ORBAX_PARAMS, arch, jnp.float32, sharding)
     # Small shards, so that the index takes part.
     total = sum(tensor.nbytes for tensor in before.values())
-    tensors = tensors_to_write(arch, _in_turn(pieces), dtype, by_layer=True)
+    tensors = tensors_to_write(arch, in_turn(pieces), dtype, by_layer=True)
     write_huggingface(str(exported), arch, tensors, config, source, dtype=dtype, shard_bytes=total // 3, overwrite=True)
     after = checked_tensors(str(exported), load_architecture(str(exported)))
     different = [key for key in before if not equal_tensors(before[key], after[key])]
     if different or before.keys() != after.keys():
         raise UserError(f"{name}: {len(different)} tensors came back changed, such as {different[:3]}; report this.")
     return f"{name}: {len(after)} tensors, {total:,} bytes of {dtype}, bit-equal after import and export"
-
-
-def _open_weights(arguments: argparse.Namespace) -> tuple[str, Architecture, Callable, bool]:
-    """What is to be exported: directory of the small files, architecture, and the arguments of `tensors_to_write`."""
-    path = epath.Path(arguments.source)
-    if (path / "checkpoints").exists():
-        small_files = path / "model"
-        if not (small_files / "config.json").exists():
-            raise UserError(f"{small_files} has no config.json; the workdir is not complete, or of an older version.")
-        steps = sorted(ocp.utils.checkpoint_steps(absolute(path / "checkpoints")))
-        step = arguments.step if arguments.step is not None else (steps or [None])[-1]
-        if step not in steps:
-            raise UserError(f"{path} has no checkpoint {'' if step is None else step}; there are {steps}.")
-        arch = load_architecture(str(small_files))
-        state = path / "checkpoints" / str(step) / "state"
-        return str(small_files), arch, orbax_params.stacked_reader(state, arch), False
-    source = resolve(arguments.source)
-    arch = load_architecture(source)
-    orbax = epath.Path(source) / ORBAX_PARAMS
-    if orbax.exists():
-        return source, arch, _in_turn(orbax_params.read_pieces(orbax, arch)), True
-    return source, arch, _in_turn(huggingface.read_pieces(source, arch)), False
-
-
-def _in_turn(pieces: Iterable[Piece]) -> Callable[[str, int | None], jax.Array]:
-    """A function that gives the next of the pieces, which are asked for in the order they come in."""
-    iterator = iter(pieces)
-
-    def piece(name: str, layer: int | None) -> jax.Array:
-        found = next(iterator)
-        if (found.name, found.layer) != (name, layer):
-            raise RuntimeError(f"{name} of layer {layer} was asked for, {found.name} of layer {found.layer} came")
-        return found.array
-
-    return piece
 
 
 def _refuse_same(source: str, output: str) -> None:

@@ -1,329 +1,235 @@
-"""Paired evaluation: the same items and seeds in every view, one line per item and view on disk."""
+"""The command that evaluates any checkpoint in many views.
 
+    python -m nca_jax.evaluate --config=configs/conventions.py --checkpoint=runs/mine
+    python -m nca_jax.evaluate --config=configs/medmcqa.py:qwen3_8b --checkpoint=Qwen/Qwen3-8B \\
+        --contexts=paraphrased,other_task,mine.txt --config.evaluation.samples=4
+
+The checkpoint is a run's workdir, an exported or imported model, or anything else that config.model.source takes; the
+config says task, context, sampling and mesh. Every item is answered without the context, with it, and with each further
+context. The same command again continues what was stopped, with the same answers.
+"""
+
+import argparse
 import dataclasses
+import itertools
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
+from tqdm import tqdm
 
-from nca_jax.assembly import Answering
-from nca_jax.axes import parts
-from nca_jax.data.chat import ChatFormat, PackedView, pack_view
-from nca_jax.data.pipeline import encode_pairs, fitting
-from nca_jax.domains.base import Domain, Example, Probe, Score
-from nca_jax.files import write_text
-from nca_jax.games.episode import Episode
-from nca_jax.metrics import accuracy, paired_metrics
-from nca_jax.models.decoder import Params, Past
-from nca_jax.multi_turn import Player, TurnTokens, transcript
-from nca_jax.rollout import Rollout, Sampling, example_keys
+from nca_jax import processes, settings
+from nca_jax.command import config_label, parse_with_config, set_up_logging
+from nca_jax.domains import domain_of
+from nca_jax.domains.base import Probe, context_file
+from nca_jax.domains.variants import find_probes, probes_by_name
+from nca_jax.environment import environment
+from nca_jax.errors import UserError
+from nca_jax.evaluation import make_evaluator
+from nca_jax.evaluator import PairedEvaluator, Part
+from nca_jax.files import is_bucket, write_json, write_text
+from nca_jax.items import ItemResult, as_line
+from nca_jax.metrics import summary
+from nca_jax.session import open_session
+from nca_jax.stored_model import StoredModel, find_model
 
-# The two views of the training context, and the probe that is reported as other_context.
-NO_CONTEXT, WITH_CONTEXT, IRRELEVANT = "no_context", "with_context", "irrelevant"
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationView:
-    """Prompts of all items in one view, with this view's idea of a right answer."""
-
-    name: str
-    view: PackedView
-    score: Callable[[Example, str], Score]
+ALL = "all"
 
 
-@dataclasses.dataclass(frozen=True)
-class ItemResult:
-    """What one item's response in one view was."""
+@dataclasses.dataclass
+class _Lines:
+    """The item lines of an evaluation that goes on, part by part; only the first process writes.
 
-    id: str
-    view: str
-    prompt: str
-    response: str
-    answer: str | None  # as read from the response
-    correct: bool
-    length: int  # tokens, EOS included
-    truncated: bool  # cut at the longest response
-
-
-@dataclasses.dataclass(frozen=True)
-class GameResult(ItemResult):
-    """What one game in one view was: `prompt` is its board, `answer` its ending, `length` that of all turns."""
-
-    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-
-def all_probes(domain: Domain) -> list[Probe]:
-    """The views with a context that every evaluation has: the training context, and the domain's others."""
-    return [Probe(WITH_CONTEXT, domain.context, domain.score), *domain.probes()]
-
-
-def build_views(
-    chat: ChatFormat,
-    domain: Domain,
-    examples: Sequence[Example],
-    probes: Sequence[Probe],
-    max_prompt_tokens: int,
-    too_long: str,
-    prefix_multiple: int = 1,
-) -> tuple[list[Example], list[EvaluationView]]:
-    """No context and then each probe, over the examples that fit in all; arguments as in `make_evaluator`.
-
-    Raises:
-      UserError: as `pipeline.fitting`.
+    Attributes:
+      path: items.jsonl.
+      parts: of the whole evaluation.
+      views: their number.
+      lines: those of finished parts.
+      finished: number of these parts.
     """
-    prompts = [domain.messages(example) for example in examples]
-    encoded = [encode_pairs(chat, prompts, probe.context) for probe in probes]
-    kept = fitting(examples, encoded, max_prompt_tokens, too_long)
-    pack = partial(pack_view, prefix_multiple=prefix_multiple)
-    views = [EvaluationView(NO_CONTEXT, pack([encoded[0][i].no_context for i in kept]), domain.score)]
-    for probe, pairs in zip(probes, encoded, strict=True):
-        views.append(EvaluationView(probe.name, pack([pairs[i].with_context for i in kept]), probe.score))
-    return [examples[i] for i in kept], views
+
+    path: epath.Path
+    parts: Sequence[Part]
+    views: int
+    lines: list[str] = dataclasses.field(default_factory=list)
+    finished: int = 0
+
+    def resume(self) -> None:
+        """Reads what there is, and drops what a killed process has left of an unfinished part."""
+        if not self.path.exists():
+            return
+        # A last line without its end is of a process that was killed while it wrote.
+        *lines, _unfinished = self.path.read_text().split("\n")
+        ends = list(itertools.accumulate(len(part.items) * self.views for part in self.parts))
+        self.finished = sum(end <= len(lines) for end in ends)
+        self.lines = [line + "\n" for line in lines[: max([0, *ends[: self.finished]])]]
+        write_text(self.path, "".join(self.lines))
+
+    def add(self, items: Sequence[ItemResult]) -> None:
+        """Writes a finished part."""
+        new = [as_line(item) for item in items]
+        self.lines += new
+        if is_bucket(self.path):  # where nothing can be appended
+            write_text(self.path, "".join(self.lines))
+            return
+        with self.path.open("a") as file:
+            file.write("".join(new))
 
 
-class Evaluator:
-    """Samples and scores every view; holds compiled functions and prompts, no results.
+def evaluate(config: ConfigDict, model: StoredModel, contexts: Sequence[str] | None, output: epath.Path) -> str:
+    """Evaluates a checkpoint and leaves in `output`: items.jsonl, a line for each item, view and sample; summary.json,
+    `metrics.summary` of them; evaluation.json, what was evaluated; and environment.json.
 
     Args:
-      sample: from `rollout.make_sampler`.
-      encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
-      decode: response ids, EOS included -> text without special tokens.
-      examples, views: the items, and their prompts in each view.
-      batch_size: rows sampled at once; the last batch is filled up with rows that are not counted.
-      seed, sampling: the same in every view and at every step.
-    """
-
-    def __init__(
-        self,
-        *,
-        sample: Callable[..., Rollout],
-        encode: Callable[[Params, jax.Array], list[Past]],
-        decode: Callable[[Sequence[int]], str],
-        examples: Sequence[Example],
-        views: Sequence[EvaluationView],
-        batch_size: int,
-        seed: int,
-        sampling: Sampling,
-    ):
-        self._sample, self._encode, self._decode = sample, encode, decode
-        self._examples, self._views = examples, views
-        self._batch_size, self._seed, self._sampling = batch_size, seed, sampling
-
-    @property
-    def views(self) -> list[str]:
-        """Names of the views."""
-        return [view.name for view in self._views]
-
-    def __call__(self, params: Params) -> dict[str, list[ItemResult]]:
-        """View name -> one result per item, in the items' order; the weights are in the decode layout."""
-        return {name: self.view(params, name) for name in self.views}
-
-    def view(self, params: Params, name: str) -> list[ItemResult]:
-        """One view alone."""
-        (view,) = (view for view in self._views if view.name == name)
-        prefix = self._encode(params, jnp.asarray(view.view.prefix_C))
-        results = []
-        for start in range(0, len(self._examples), self._batch_size):
-            # Rows past the end repeat the last item and are inactive: same shapes, and nothing of them is counted.
-            item = np.arange(start, start + self._batch_size)
-            rows = view.view.rows(np.minimum(item, len(self._examples) - 1))
-            rollout = jax.device_get(
-                self._sample(
-                    params,
-                    prefix,
-                    rows.prompt_ExP,
-                    rows.prompt_length_E,
-                    item < len(self._examples),
-                    example_keys(self._seed, 0, jnp.asarray(item)),
-                    self._sampling,
-                )
-            )
-            for i, example in enumerate(self._examples[start : start + self._batch_size]):
-                text = self._decode(rollout.response_BxR[i][rollout.mask_BxR[i]])
-                correct, answer = view.score(example, text)
-                results.append(
-                    ItemResult(
-                        id=example.id,
-                        view=view.name,
-                        prompt=example.prompt,
-                        response=text,
-                        answer=answer,
-                        correct=correct,
-                        length=int(rollout.mask_BxR[i].sum()),
-                        truncated=bool(rollout.truncated_B[i]),
-                    )
-                )
-        return results
-
-
-class GameEvaluator:
-    """Plays the same games in every view.
-
-    Args:
-      players: view name -> who plays.
-      examples: the games.
-      seed: with `rollout.example_keys`, the same keys in every view and at every step.
-    """
-
-    def __init__(self, players: Mapping[str, Player], examples: Sequence[Example], seed: int):
-        self._players, self._examples, self._seed = players, examples, seed
-
-    @property
-    def views(self) -> list[str]:
-        """Names of the views."""
-        return list(self._players)
-
-    def __call__(self, params: Params) -> dict[str, list[GameResult]]:
-        """View name -> one result per game, in the examples' order; the weights are in the decode layout."""
-        return {name: self.view(params, name) for name in self.views}
-
-    def view(self, params: Params, name: str) -> list[GameResult]:
-        """One view alone."""
-        keys = example_keys(self._seed, 0, jnp.arange(len(self._examples)))
-        episodes, turns = self._players[name].play(params, self._examples, keys)
-        return [
-            _game_result(name, example, episode, [turn for turn in turns if turn.game == i])
-            for i, (example, episode) in enumerate(zip(self._examples, episodes, strict=True))
-        ]
-
-
-def make_evaluator(
-    config: ConfigDict,
-    domain: Domain,
-    chat: ChatFormat,
-    answering: Answering,
-    decode: Callable[[Sequence[int]], str],
-    probes: Sequence[Probe] | None = None,
-    prefix_multiple: int = 1,
-) -> Evaluator | GameEvaluator:
-    """The evaluation a config describes.
-
-    Args:
-      config, domain, chat, answering: of the job.
-      decode: response ids -> text to be judged.
-      probes: the views with a context; default: `all_probes`.
-      prefix_multiple: shared prefixes are cut to a multiple of so many tokens; what is left leads every prompt. For
-        many contexts in turn: fewer lengths, fewer compilations.
-
-    Raises:
-      UserError: as `build_views`, or a split that the domain does not have.
-    """
-    settings = config.evaluation
-    probes = all_probes(domain) if probes is None else probes
-    examples = domain.examples(settings.split)[: settings.max_items]
-    sample = answering.sampler(settings.top_k)
-    sampling = Sampling(float(settings.temperature), float(settings.top_p))
-    multiple = math.lcm(prefix_multiple, parts(answering.mesh, "prefix"))
-    devices = parts(answering.mesh, "batch")
-    if not domain.is_multi_turn:
-        limit = (config.data.max_prompt_tokens, config.data.too_long)
-        examples, views = build_views(chat, domain, examples, probes, *limit, multiple)
-        rows = _rows(settings.batch_size, len(examples), devices)
-        return Evaluator(
-            sample=sample,
-            encode=answering.encode,
-            decode=decode,
-            examples=examples,
-            views=views,
-            batch_size=rows,
-            seed=config.seed,
-            sampling=sampling,
-        )
-    # What leads the first and the last prompts leads all of them.
-    prompts = [prompt(e) for e in examples for prompt in (domain.messages, domain.last_messages)]
-    players = {}
-    for name, context in {NO_CONTEXT: None, **{probe.name: probe.context for probe in probes}}.items():
-        ids = [chat.encode(context.apply(messages) if context else messages) for messages in prompts]
-        players[name] = Player(
-            domain,
-            chat,
-            context,
-            pack_view(ids, prefix_multiple=multiple).prefix_C,
-            sample=sample,
-            encode=answering.encode,
-            decode=decode,
-            sampling=sampling,
-            rows=_rows(settings.batch_size, len(examples), devices),
-            devices=devices,
-            length_multiple=config.data.length_multiple,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
-    return GameEvaluator(players, examples, config.seed)
-
-
-def _rows(batch_size: int, items: int, devices: int) -> int:
-    """Rows sampled at once, such that the devices can share them out; those too many are inactive."""
-    return -(-min(batch_size, items) // devices) * devices
-
-
-def _game_result(view: str, example: Example, episode: Episode, turns: Sequence[TurnTokens]) -> GameResult:
-    return GameResult(
-        id=example.id,
-        view=view,
-        prompt=example.prompt,
-        response=transcript(episode),
-        answer=episode.ending,
-        correct=episode.won,
-        length=sum(int(turn.mask_R.sum()) for turn in turns),
-        truncated=any(turn.truncated for turn in turns),
-        turns=[
-            {
-                "number": turn.number,
-                "response": turn.response,
-                "action": turn.action,
-                "valid": turn.valid,
-                "board": turn.board_after,
-            }
-            for turn in episode.turns
-        ],
-    )
-
-
-def summarise(results: dict[str, list[ItemResult]]) -> dict[str, float]:
-    """Metrics of an evaluation.
+      config: of the job.
+      model: the checkpoint.
+      contexts: further ones, as `variants.find_probes`; None: all that there are without a file.
+      output: continued, if it holds a part of the same evaluation.
 
     Returns:
-      `metrics.paired_metrics`; the accuracy of each further view by its name; and for each view the share of responses
-      that were cut ("truncated_…"), and of those that were not cut and hold no answer ("no_answer_…"). Neither is the
-      same as a wrong answer.
+      A table to be shown.
+
+    Raises:
+      UserError: what cannot work, or `output` holds another evaluation.
     """
-    without, with_context = results[NO_CONTEXT], results[WITH_CONTEXT]
-    summary = paired_metrics(
-        [r.correct for r in without],
-        [r.correct for r in with_context],
-        [r.length for r in without],
-        [r.length for r in with_context],
-    )
-    for name, items in results.items():
-        found = summarise_view(items)
-        if name not in (NO_CONTEXT, WITH_CONTEXT):
-            summary[name] = found["accuracy"]
-        summary[f"truncated_{name}"] = found["truncated"]
-        summary[f"no_answer_{name}"] = found["no_answer"]
-    return summary
+    domain = domain_of(config)
+    if not domain.context.texts():
+        raise UserError("the context is empty; set config.context.file, or leave it to the domain.")
+    probes = find_probes(domain, list(probes_by_name(domain)) if contexts is None else contexts)
+    session = open_session(config, model)
+    evaluator = make_evaluator(config, domain, session.chat, session.answering, session.decode, probes)
+    identity = {
+        "checkpoint": model.path,
+        "step": model.step,
+        "config": _stored(config),
+        "contexts": _described(probes),
+    }
+    lines = _Lines(output / "items.jsonl", evaluator.parts, len(evaluator.views))
+    processes.in_first(lambda: _begin(output, identity, lines))
+    _run(evaluator, session.params, lines, int(processes.of_first(np.int32(lines.finished))))
+    found = summary([json.loads(line) for line in lines.lines]) if processes.is_first() else {}
+    if processes.is_first():
+        write_json(output / "summary.json", found)
+    processes.wait_for_all("the evaluation is written")
+    return table(found) if found else ""
 
 
-def summarise_view(items: Sequence[ItemResult]) -> dict[str, float]:
-    """One view alone: "accuracy", its "items", the shares "truncated" (cut) and "no_answer" (not cut, and no answer in
-    it), and the mean "length" in tokens."""
+def _begin(output: epath.Path, identity: dict[str, Any], lines: _Lines) -> None:
+    path = output / "evaluation.json"
+    if path.exists() and json.loads(path.read_text()) != json.loads(json.dumps(identity)):
+        raise UserError(f"{output} holds another evaluation; choose another --output, or delete it.")
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(path, identity)
+    write_json(output / "environment.json", environment())
+    lines.resume()
+
+
+def _run(evaluator: PairedEvaluator, params: Any, lines: _Lines, finished: int) -> None:
+    parts, first = evaluator.parts, processes.is_first()
+    total, done = len(parts) * len(evaluator.views), finished * len(evaluator.views)
+    bar = tqdm(total=total, initial=done, unit="batch", disable=None if first else True, dynamic_ncols=True)
+    with bar:
+        for part in parts[finished:]:
+            items: list[ItemResult] = []
+            for view, results in evaluator.part(params, part, before=bar.set_postfix_str):
+                items += results
+                done += 1
+                bar.update()
+                if bar.disable and first:  # not on a terminal: a line each
+                    right = sum(result.correct for result in results)
+                    print(f"batch {done}/{total} {view}: {right} of {len(results)} right", file=sys.stderr)
+            if first:
+                lines.add(items)
+
+
+def table(found: dict[str, Any]) -> str:
+    """`metrics.summary` as lines of text: every view, and the pair of views that the context makes."""
+    views = found["views"]
+    width = max(map(len, views))
+    rows = [f"{'view':{width}}  {'right':>20}  {'tokens':>7}  {'cut':>5}  {'no answer':>9}  {'KL':>7}"]
+    for name, view in views.items():
+        nats = (view["divergence"] or {}).get("value")
+        rows.append(
+            f"{name:{width}}  {_shown(view['accuracy']):>20}  {view['length']['value']:7.1f}  "
+            f"{view['truncated']['value']:5.2f}  {view['no_answer']['value']:9.2f}  "
+            f"{'' if nats is None else format(nats, '7.4f'):>7}"
+        )
+    pair = found["pairs"]["with_context"]
+    counts = pair["counts"]
+    rows += [
+        "",
+        f"harm           {_shown(pair['harm'])}: {counts['harmed']} of {counts['harmed'] + counts['both']} that are "
+        "right without the context",
+        f"help           {_shown(pair['help'])}",
+        f"both right     {_shown(pair['both'])}",
+        f"length change  {_shown(pair['length_change'])}",
+        f"with - without {_shown(pair['difference'])}, p = {pair['p']:.3g} ({pair['test']})",
+        f"regime {pair['regime']['letter']}: {pair['regime']['sentence']} Rule: {pair['regime']['rule']}",
+    ]
+    return "\n".join(rows)
+
+
+def _shown(estimate: dict[str, Any]) -> str:
+    if estimate["value"] is None:
+        return "-"
+    if estimate["low"] is None:
+        return f"{estimate['value']:.3f}"
+    return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+def _described(probes: Sequence[Probe]) -> dict[str, Any]:
     return {
-        "accuracy": accuracy([r.correct for r in items]),
-        "items": len(items),
-        "truncated": sum(r.truncated for r in items) / len(items),
-        "no_answer": sum(r.answer is None and not r.truncated for r in items) / len(items),
-        "length": sum(r.length for r in items) / len(items),
+        probe.name: {
+            "messages": [dict(message) for message in context_file(probe.context)],
+            "scored_by": "own" if probe.expected else "task",
+        }
+        for probe in probes
     }
 
 
-def write_items(path: epath.Path, results: dict[str, list[ItemResult]]) -> None:
-    """One JSON line per item and view, complete or not there at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(dataclasses.asdict(item), ensure_ascii=False) for items in results.values() for item in items]
-    write_text(path, "\n".join(lines) + "\n")
+def _stored(config: ConfigDict) -> dict[str, Any]:
+    """The config without what changes where and not what is computed."""
+    return {key: value for key, value in config.to_dict().items() if key not in ("mesh", "log", "profile", "watchdog")}
+
+
+def default_output(model: StoredModel, label: str) -> str:
+    """Beside a run's other results; of any other checkpoint among the runs."""
+    if model.step is not None:
+        return f"{model.path.rstrip('/')}/evaluate_step_{model.step}"
+    return f"runs/evaluate_{label}_{epath.Path(model.path).name}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit code: 0, or 2 for input that cannot work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nca_jax.evaluate", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--checkpoint", required=True, help="workdir of a run, or as config.model.source")
+    parser.add_argument("--step", type=int, help="of a workdir's checkpoints; default: the newest")
+    contexts_help = "further contexts: names of the domain and of domains/variants.py, files, or empty for none"
+    parser.add_argument("--contexts", default=ALL, metavar="NAME,...", help=f"{contexts_help}; default: {ALL}")
+    parser.add_argument("--output", help="directory, continued if it holds a part; default: beside the checkpoint")
+    try:
+        options, config, name = parse_with_config(parser, arguments)
+        processes.join()
+        settings.check(config)
+        model = find_model(options.checkpoint, options.step)
+        output = options.output or default_output(model, config_label(name))
+        contexts = None if options.contexts == ALL else [c for c in options.contexts.split(",") if c]
+        shown = evaluate(config, model, contexts, epath.Path(output))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if processes.is_first():
+        print(shown)
+        print(f"{output}: items.jsonl, summary.json")
+    return 0
+
+
+if __name__ == "__main__":
+    set_up_logging()
+    sys.exit(main(sys.argv[1:]))

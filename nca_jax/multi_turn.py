@@ -4,7 +4,7 @@ As in OPCD (arXiv 2602.12275) a turn's prompt is one user message with all obser
 inside its prompt and each turn is trained on like any other prompt.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -66,12 +66,13 @@ class Player:
         max_prompt_tokens: int,
     ):
         self._domain, self._chat, self._context = domain, chat, context
-        self._prefix = tuple(int(token) for token in prefix_C)
-        self._sample, self._encode, self._decode, self._sampling = sample, encode, decode, sampling
+        self.prefix = tuple(int(token) for token in prefix_C)
+        self.decode, self.length_multiple = decode, length_multiple
+        self._sample, self._encode, self._sampling = sample, encode, sampling
         # Two sizes only, for each is compiled.
         quarter = rows // 4
         self._sizes = [quarter, rows] if quarter and quarter % devices == 0 else [rows]
-        self._length_multiple, self._max_prompt_tokens = length_multiple, max_prompt_tokens
+        self._max_prompt_tokens = max_prompt_tokens
 
     def play(
         self, params: Params, examples: Sequence[Example], key_B: jax.Array, prefix: list[Past] | None = None
@@ -89,7 +90,7 @@ class Player:
         """
         episodes = [self._domain.episode(example) for example in examples]
         if prefix is None:
-            prefix = self._encode(params, jnp.asarray(self._prefix, jnp.int32))
+            prefix = self.encoded(params)
         tokens = []
 
         def respond(number: int, games: Sequence[int]) -> list[str]:
@@ -100,7 +101,7 @@ class Player:
             texts = []
             for game, messages, (response_R, mask_R, truncated) in zip(games, asked, drawn, strict=True):
                 tokens.append(TurnTokens(game, number, messages, response_R, mask_R, truncated))
-                texts.append(self._decode(response_R[mask_R]))
+                texts.append(self.decode(response_R[mask_R]))
             return texts
 
         play(episodes, respond)
@@ -110,21 +111,27 @@ class Player:
         self, params: Params, prefix: list[Past], prompts: Sequence[Sequence[int]], key_N: jax.Array
     ) -> list[tuple[np.ndarray, np.ndarray, bool]]:
         """A response for each prompt (without the prefix's tokens): ids, mask, and whether it was truncated."""
-        prompt_NxP, length_N = pad_prompts(prompts, self._length_multiple)
-        drawn, start = [], 0
-        while start < len(prompts):
-            left = len(prompts) - start
-            rows = next((size for size in self._sizes if size >= left), self._sizes[-1])
-            # Rows past the last repeat it and are inactive: they answer nothing.
-            row = np.arange(start, start + rows)
-            real = np.minimum(row, len(prompts) - 1)
-            rollout = self._sample(
-                params, prefix, prompt_NxP[real], length_N[real], row < len(prompts), key_N[real], self._sampling
-            )
+        prompt_NxP, length_N = pad_prompts(prompts, self.length_multiple)
+        drawn = []
+        for row, active in self.batches(len(prompts)):
+            rollout = self._sample(params, prefix, prompt_NxP[row], length_N[row], active, key_N[row], self._sampling)
             response, mask, truncated = jax.device_get((rollout.response_BxR, rollout.mask_BxR, rollout.truncated_B))
-            drawn += [(response[i], mask[i], bool(truncated[i])) for i in range(min(rows, left))]
-            start += rows
+            drawn += [(response[i], mask[i], bool(truncated[i])) for i in np.flatnonzero(active)]
         return drawn
+
+    def batches(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(rows, which of them are active) of each batch that so many rows are done in; the last row is repeated,
+        inactive, where a batch is not full."""
+        start = 0
+        while start < count:
+            size = next((size for size in self._sizes if size >= count - start), self._sizes[-1])
+            row = np.arange(start, start + size)
+            yield np.minimum(row, count - 1), row < count
+            start += size
+
+    def encoded(self, params: Params) -> list[Past]:
+        """Keys and values of the shared prefix under these weights."""
+        return self._encode(params, jnp.asarray(self.prefix, jnp.int32))
 
     def prompt_tokens(self, messages: Sequence[Message], example: Example) -> tuple[int, ...]:
         """A prompt of the game in this player's view, without the tokens of the shared prefix.
@@ -138,7 +145,7 @@ class Player:
                 f"a prompt of game {example.id} has {len(ids)} tokens, more than config.data.max_prompt_tokens="
                 f"{self._max_prompt_tokens}; raise it."
             )
-        return own_tokens(ids, self._prefix)
+        return own_tokens(ids, self.prefix)
 
 
 def own_tokens(ids: tuple[int, ...], prefix: tuple[int, ...]) -> tuple[int, ...]:

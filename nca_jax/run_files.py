@@ -12,9 +12,10 @@ from ml_collections import ConfigDict
 from nca_jax import processes, settings
 from nca_jax.data.chat import Context
 from nca_jax.domains.base import context_file
+from nca_jax.environment import environment
 from nca_jax.errors import UserError
-from nca_jax.evaluate import IRRELEVANT
 from nca_jax.files import read_json, write_json, write_text
+from nca_jax.items import OTHER_TASK
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params
 from nca_jax.models.export import export_dtype, write_huggingface
@@ -40,6 +41,7 @@ def keep_description(workdir: epath.Path, config: ConfigDict, context: Context, 
     if processes.is_first():
         write_json(path, messages)
         write_json(workdir / "config.json", config.to_dict())
+        write_json(workdir / "environment.json", environment())
         if not (model / "config.json").exists():
             model.mkdir(parents=True, exist_ok=True)
             copy_companions(model_directory, model)
@@ -84,7 +86,7 @@ def summary_line(config: ConfigDict, evaluation: Mapping[str, float], seconds: f
         "harm": "harm",
         "both": "both",
         "length_change": "length_change",
-        IRRELEVANT: "other_context",
+        OTHER_TASK: "other_context",
     }
     values = " ".join(
         f"{name}={evaluation[f'eval/{key}']:.3f}" for key, name in shown.items() if f"eval/{key}" in evaluation
@@ -103,3 +105,8 @@ def keep_summary(workdir: epath.Path, summary: str) -> None:
     """Writes the line; that it is there says that the run has ended."""
     if processes.is_first():
         write_text(workdir / "summary.txt", summary + "\n")
+
+
+def evaluation_path(workdir: epath.Path, step: int) -> epath.Path:
+    """The item lines of the evaluation at a step."""
+    return workdir / "evaluations" / f"step_{step:08d}.jsonl"

@@ -10,8 +10,9 @@ from nca_jax import settings
 from nca_jax.assembly import Answering, answering
 from nca_jax.data.chat import ChatFormat
 from nca_jax.models.decoder import Params
-from nca_jax.models.source import Model, load_weights, open_model, resolve
-from nca_jax.sharding import make_mesh
+from nca_jax.models.source import Model, open_model
+from nca_jax.sharding import make_mesh, params_sharding
+from nca_jax.stored_model import StoredModel, find_model
 
 
 def judged_text(model: Model, chat: ChatFormat, ids: Sequence[int]) -> str:
@@ -31,15 +32,21 @@ class Session:
     params: Params
 
 
-def open_session(config: ConfigDict) -> Session:
-    """The student of a config, at its initial weights.
+def open_session(config: ConfigDict, stored: StoredModel | None = None) -> Session:
+    """The student of a config with the weights of a checkpoint, brought to the decode layout as in training.
+
+    Args:
+      config: of the job.
+      stored: the checkpoint; default: the student's initial weights.
 
     Raises:
       UserError: as the training job.
     """
     settings.check(config)
-    model = open_model(resolve(config.model.source), config.model.preset)
+    stored = stored or find_model(config.model.source)
+    model = open_model(stored.directory, config.model.preset, weights=stored.state is None)
     chat = model.chat_format(config.chat)
-    functions = answering(config, model.arch, model.eos_ids, len(model.tokenizer), make_mesh(config.mesh))
-    params = load_weights(model.directory, model.arch, settings.dtype(config.model.compute_dtype), functions.sharding)
-    return Session(model, chat, functions, partial(judged_text, model, chat), params)
+    mesh = make_mesh(config.mesh)
+    functions = answering(config, model.arch, model.eos_ids, len(model.tokenizer), mesh)
+    params = stored.load(settings.dtype(config.model.param_dtype), params_sharding(mesh, model.arch))
+    return Session(model, chat, functions, partial(judged_text, model, chat), functions.layout(params))

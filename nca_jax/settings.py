@@ -40,8 +40,8 @@ _CHOICES = {
 }
 _AT_LEAST = {
     1: "steps batch_size data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
-    "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items "
-    "checkpoint.every checkpoint.keep log.samples_every log.samples profile.first_step",
+    "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.samples evaluation.batch_size "
+    "evaluation.max_items checkpoint.every checkpoint.keep log.samples_every log.samples profile.first_step",
     0: "seed accumulation checkpoint.minutes checkpoint.keep_best profile.steps watchdog.minutes mesh.replica "
     "mesh.decode_tensor retention.gamma anchor.beta anchor.start_step rollout.top_k "
     "evaluation.top_k evaluation.temperature optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",

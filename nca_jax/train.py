@@ -1,6 +1,7 @@
 """The training job, read top to bottom."""
 
 import contextlib
+import itertools
 import time
 from functools import partial
 
@@ -19,8 +20,9 @@ from nca_jax.data.pipeline import encode_pairs, fitting, some_of, training_indic
 from nca_jax.domains import domain_of
 from nca_jax.domains.base import find_context
 from nca_jax.errors import Preempted, UserError
-from nca_jax.evaluate import make_evaluator, summarise, write_items
+from nca_jax.evaluation import make_evaluator, summarise
 from nca_jax.game_batches import GameBatches
+from nca_jax.items import write_items
 from nca_jax.layout import layout_table
 from nca_jax.logbook import Logbook
 from nca_jax.models.source import load_weights, open_model, resolve
@@ -142,13 +144,10 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
     def evaluate(step: int) -> float:
         began = time.monotonic()
         params = job.student.layout(state.params)
-        results = {}
-        for name in evaluator.views:
-            watchdog.beat(step, f"evaluation {name}")
-            results[name] = evaluator.view(params, name)
+        results = evaluator(params, before=lambda view: watchdog.beat(step, f"evaluation {view}"))
         summary = summarise(results)
         if first:
-            write_items(workdir / "evaluations" / f"step_{step:08d}.jsonl", results)
+            write_items(run_files.evaluation_path(workdir, step), itertools.chain(*results.values()))
         timeline.mark("evaluation")
         record = {f"eval/{name}": value for name, value in summary.items()}
         totals = timeline.seconds() | {"lost": timeline.lost()}

@@ -1,167 +1,155 @@
-"""Every item counts once in every view, whatever the batches."""
+"""The command on tiny models: the run's own figures, any checkpoint, and going on after a stop."""
 
 import json
 
-import jax
-import numpy as np
 import pytest
-from conftest import byte_tokenizer
-from etils import epath
+from conftest import SHORT_RUN, take_devices, write_model
 
-from nca_jax.data.chat import ChatFormat, pack_view
-from nca_jax.domains import make_domain
-from nca_jax.domains.base import Example, Score
-from nca_jax.errors import UserError
-from nca_jax.evaluate import EvaluationView, Evaluator, ItemResult, all_probes, build_views, summarise, write_items
-from nca_jax.rollout import Rollout, Sampling, example_keys
+from configs import conventions
+from nca_jax.evaluate import main
+from nca_jax.evaluator import Evaluator
+from nca_jax.train import train
 
-EOS, R = 0, 4
-# Seven items; the prompt of item i is its token, and the fake model answers with it, or in one view with another.
-EXAMPLES = [Example(f"item {i}", str(i), f"{i}.") for i in range(7)]
-TOKENS = range(10, 17)
-WRONG = 5
-
-
-class FakeSampler:
-    """Answers [last prompt token, EOS]; from the fifth item on, after prefix 2, a wrong token. Rubbish follows EOS."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, params, prefix, prompt_BxP, prompt_length_B, active_B, key_B, sampling):
-        self.calls.append((np.asarray(active_B), np.asarray(jax.random.key_data(key_B)), sampling))
-        token_B = prompt_BxP[np.arange(len(prompt_BxP)), prompt_length_B - 1]
-        token_B = np.where((prefix == 2) & (token_B >= TOKENS[4]), WRONG, token_B)
-        response_BxR = np.stack([token_B, np.full_like(token_B, EOS), *[token_B] * (R - 2)], axis=1)
-        mask_BxR = (np.arange(R) < 2) & active_B[:, None]
-        return Rollout(response_BxR, mask_BxR, np.zeros(mask_BxR.shape), token_B == WRONG)
+RUN = SHORT_RUN | {
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "steps": 3,
+    "evaluation.every": 3,
+    "evaluation.temperature": 0.7,
+    "evaluation.samples": 2,
+    "checkpoint.every": 3,
+    "export.huggingface": True,
+    "export.dtype": "float32",
+}
+# What the evaluation in training has tried.
+CONTEXTS = "--contexts=paraphrased,other_task"
 
 
-def score(example: Example, text: str) -> Score:
-    return Score(text == example.answer, text)
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    take_devices(monkeypatch, 1)
 
 
-def evaluator(sample, batch_size: int, names=("no_context", "with_context")) -> Evaluator:
-    """Views whose shared prefix is token 1, 2, …; the items have prompts of two lengths."""
-    prompts = [[9] * (i % 2) + [token] for i, token in enumerate(TOKENS)]
-    return Evaluator(
-        sample=sample,
-        encode=lambda params, prefix_C: int(prefix_C[0]),
-        decode=lambda ids: "".join("." if i == EOS else str(i - TOKENS[0]) for i in ids),
-        examples=EXAMPLES,
-        views=[EvaluationView(n, pack_view([[v, *p] for p in prompts]), score) for v, n in enumerate(names, start=1)],
-        batch_size=batch_size,
-        seed=3,
-        sampling=Sampling(0.5, 0.9),
-    )
+@pytest.fixture(scope="module")
+def run(tiny_model, tmp_path_factory):
+    """A finished run and the flags that describe it."""
+    workdir = tmp_path_factory.mktemp("run")
+    config = conventions.get_config()
+    settings = RUN | {"model.source": str(tiny_model)}
+    config.update_from_flattened_dict(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        take_devices(patch, 1)
+        train(config, str(workdir))
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    return workdir, ["--config=configs/conventions.py", *flags]
 
 
-def item(view="no_context", correct=True, length=2, truncated=False, text="0") -> ItemResult:
-    return ItemResult("item 0", view, "0", text, text, correct, length, truncated)
+def by_key(path) -> dict:
+    lines = [json.loads(line) for line in path.read_text().split("\n") if line]
+    found = {(line["view"], line["sample"], line["id"]): line for line in lines}
+    assert len(found) == len(lines)
+    return found
 
 
-@pytest.mark.parametrize("batch_size", [4, 1, 7, 9])
-def test_accuracy_is_exact_over_seven_items_in_batches(batch_size):
-    results = evaluator(FakeSampler(), batch_size)({})
-    assert {name: [r.id for r in items] for name, items in results.items()} == {
-        name: [example.id for example in EXAMPLES] for name in ("no_context", "with_context")
-    }
-    summary = summarise(results)
-    assert summary["no_context"] == 1.0
-    assert summary["with_context"] == 4 / 7
-    assert (summary["harmed"], summary["right_without"]) == (3, 7)
+def test_an_export_has_exactly_the_figures_of_the_run(run, tmp_path, capsys):
+    workdir, flags = run
+    trained = by_key(workdir / "evaluations" / "step_00000003.jsonl")
+    assert len(trained) == 4 * 2 * 6
+    for checkpoint in (workdir / "huggingface", workdir):
+        output = tmp_path / checkpoint.name
+        assert main([f"--checkpoint={checkpoint}", CONTEXTS, f"--output={output}", *flags]) == 0
+        assert by_key(output / "items.jsonl") == trained
+    shown = capsys.readouterr().out
+    record = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()][-1]
+    summary = json.loads((output / "summary.json").read_text())
+    for name in ("no_context", "with_context"):
+        assert summary["views"][name]["accuracy"]["value"] == record[f"eval/{name}"]
+        assert f"{record[f'eval/{name}']:.3f} [" in shown
+    assert summary["pairs"]["with_context"]["both"]["value"] == record["eval/both"]
+    nats = summary["views"]["other_task"]["divergence"]["value"]
+    assert nats == pytest.approx(record["eval/divergence_other_task"])
+    assert "regime" in shown.lower()
 
 
-def test_a_result_holds_the_masked_response():
-    results = evaluator(FakeSampler(), 4)({})
-    assert results["no_context"][2] == ItemResult("item 2", "no_context", "2", "2.", "2.", True, 2, False)
-    assert results["with_context"][6] == ItemResult("item 6", "with_context", "6", "-5.", "-5.", False, 2, True)
-
-
-def test_rows_past_the_last_item_are_inactive():
-    sample = FakeSampler()
-    evaluator(sample, 4)({})
-    active = [call[0].tolist() for call in sample.calls]
-    assert active == [[True] * 4, [True, True, True, False]] * 2
-
-
-def test_every_view_and_every_call_has_the_same_keys_and_sampling():
-    sample = FakeSampler()
-    evaluate = evaluator(sample, 4)
-    evaluate({}), evaluate({})
-    keys = np.stack([call[1] for call in sample.calls]).reshape(4, 8, -1)
-    expected = jax.random.key_data(example_keys(3, 0, np.arange(8)))
-    np.testing.assert_array_equal(keys, np.broadcast_to(expected, keys.shape))
-    assert {call[2] for call in sample.calls} == {Sampling(0.5, 0.9)}
-
-
-def test_summary_has_pair_metrics_and_the_accuracy_of_further_views():
-    summary = summarise(
-        {
-            "no_context": [item(), item(correct=False)],
-            "with_context": [item(length=3), item(length=3, truncated=True)],
-            "paraphrased": [item(), item()],
-            "irrelevant": [item(), item(correct=False)],
-        }
-    )
-    assert summary == {
-        "no_context": 0.5,
-        "with_context": 1.0,
-        "both": 0.5,
-        "harm": 0.0,
-        "help": 1.0,
-        "harmed": 0,
-        "right_without": 1,
-        "length_change": 0.5,
-        "paraphrased": 1.0,
-        "irrelevant": 0.5,
-        "truncated_no_context": 0.0,
-        "truncated_with_context": 0.5,
-        "truncated_paraphrased": 0.0,
-        "truncated_irrelevant": 0.0,
-        "no_answer_no_context": 0.0,
-        "no_answer_with_context": 0.0,
-        "no_answer_paraphrased": 0.0,
-        "no_answer_irrelevant": 0.0,
-    }
-
-
-def test_one_line_an_item_and_view_and_nothing_else_is_left(tmp_path):
-    path = epath.Path(tmp_path) / "evaluations" / "step.jsonl"
-    results = {"no_context": [item(), item(text="né\u2028\n")], "with_context": [item(view="with_context")]}
-    write_items(path, results)
-    assert [other.name for other in path.parent.iterdir()] == ["step.jsonl"]
-    lines = path.read_text().rstrip("\n").split("\n")
-    assert [(json.loads(line)["view"], json.loads(line)["response"]) for line in lines] == [
-        ("no_context", "0"),
-        ("no_context", "né\u2028\n"),
-        ("with_context", "0"),
+def test_the_default_is_all_contexts_and_a_place_beside_the_run(run, capsys):
+    workdir, flags = run
+    assert main([f"--checkpoint={workdir}", *flags]) == 0
+    found = by_key(workdir / "evaluate_step_3" / "items.jsonl")
+    views = list(dict.fromkeys(view for view, _, _ in found))
+    assert views == [
+        "no_context",
+        "with_context",
+        "paraphrased",
+        "other_task",
+        "shortened",
+        "shuffled",
+        "irrelevant",
+        "empty",
+        "adversarial",
     ]
+    letters = {line["id"]: line["expected"] for (view, _, _), line in found.items() if view == "other_task"}
+    assert all(letter == word[0].upper() for word, letter in letters.items())
+    described = json.loads((workdir / "evaluate_step_3" / "evaluation.json").read_text())
+    assert (described["step"], described["contexts"]["other_task"]["scored_by"]) == (3, "own")
+    environment = json.loads((workdir / "evaluate_step_3" / "environment.json").read_text())
+    assert environment["devices"]["kind"] == "cpu" and environment["packages"]["jax"]
 
 
-def test_views_are_without_and_with_the_context_and_the_probes_over_items_that_fit_in_all():
-    chat, domain = ChatFormat(byte_tokenizer()), make_domain("conventions")
-    examples = domain.examples("validation")[:5]
-    items, views = build_views(chat, domain, examples, all_probes(domain), 4096, "error")
-    assert items == examples
-    assert [view.name for view in views] == ["no_context", "with_context", "paraphrased", "irrelevant"]
-    contexts = [None, domain.context, *(probe.context for probe in domain.probes())]
-    for view, context in zip(views, contexts, strict=True):
-        for row, example in enumerate(items):
-            own = view.view.prompt_ExP[row, : view.view.prompt_length_E[row]]
-            messages = domain.messages(example)
-            expected = chat.render(context.apply(messages) if context else messages)
-            assert chat.decode([*view.view.prefix_C, *own]) == expected
-    assert [view.score(examples[0], examples[0].answer).correct for view in views] == [True, True, True, False]
+def test_a_model_that_was_never_trained_here_and_contexts_from_files(tmp_path, run):
+    _, flags = run
+    other = write_model(tmp_path / "other", seed=5)
+    (tmp_path / "mine.txt").write_text("Say it twice.")
+    flags = [*flags, "--config.evaluation.samples=1", f"--contexts={tmp_path}/mine.txt", f"--output={tmp_path}/out"]
+    assert main([f"--checkpoint={other}", *flags]) == 0
+    assert {view for view, _, _ in by_key(tmp_path / "out" / "items.jsonl")} == {"no_context", "with_context", "mine"}
 
 
-def test_items_too_long_in_any_view_are_left_out_of_all():
-    chat, domain = ChatFormat(byte_tokenizer()), make_domain("conventions")
-    contexts = [domain.context, *(probe.context for probe in domain.probes())]
-    overhead = max(len(chat.view_pair([{"role": "user", "content": "x"}], c).with_context) for c in contexts) - 1
-    examples = [Example(word, word, f"{word}s") for word in ("ape", "squid", "monkey")]
-    items, views = build_views(chat, domain, examples, all_probes(domain), overhead + 5, "skip")
-    assert items == examples[:2]
-    assert {len(view.view.prompt_length_E) for view in views} == {2}
-    with pytest.raises(UserError, match="max_prompt_tokens"):
-        build_views(chat, domain, examples, all_probes(domain), overhead + 5, "error")
+def test_a_stopped_command_goes_on_with_the_same_answers(run, tmp_path, monkeypatch, capsys):
+    workdir, flags = run
+    arguments = [f"--checkpoint={workdir}", CONTEXTS, *flags]
+    assert main([*arguments, f"--output={tmp_path}/whole"]) == 0
+    real, calls = Evaluator.part, []
+
+    def dies(self, *args, **kwargs):
+        calls.append(args[1])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Evaluator, "part", dies)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, f"--output={tmp_path}/stopped"])
+    lines = tmp_path / "stopped" / "items.jsonl"
+    whole = (tmp_path / "whole" / "items.jsonl").read_text()
+    with lines.open("a") as file:  # and what a process leaves that is killed while it writes
+        file.write(lines.read_text()[:500])
+    del calls[:]
+    monkeypatch.setattr(Evaluator, "part", lambda self, *args, **kw: calls.append(args[1]) or real(self, *args, **kw))
+    assert main([*arguments, f"--output={tmp_path}/stopped"]) == 0
+    assert [(part.sample, part.items) for part in calls] == [(1, range(0, 4)), (1, range(4, 6))]
+    assert lines.read_text() == whole
+    assert main([*arguments, f"--output={tmp_path}/stopped"]) == 0
+    assert len(calls) == 2, "what is finished is not done again"
+    capsys.readouterr()
+    assert main([*arguments, f"--output={tmp_path}/stopped", "--config.seed=9"]) == 2
+    assert "holds another evaluation" in capsys.readouterr().err
+    assert lines.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--checkpoint=nowhere"], "model 'nowhere' is no directory"),
+        (["--checkpoint={run}", "--step=7"], "has no checkpoint 7; there are [3]"),
+        (["--checkpoint={run}/huggingface", "--step=3"], "is no workdir of a run"),
+        (["--checkpoint={run}", "--contexts=rumour"], "context 'rumour' is no .json or .txt file"),
+        (["--checkpoint={run}", "--contexts=empty,empty"], "two views of evaluation are called empty"),
+    ],
+)
+def test_what_cannot_work_is_one_line(run, given, said, capsys, tmp_path):
+    workdir, flags = run
+    given = [argument.replace("{run}", str(workdir)) for argument in given]
+    assert main([*given, f"--output={tmp_path}/out", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ")
+    assert not (tmp_path / "out").exists()

@@ -112,7 +112,7 @@ def test_rows_that_the_devices_do_not_divide_are_refused_with_the_fix(changes, d
 
 
 @pytest.mark.parametrize(
-    "key", ["seed", "batch_size", "anchor.beta", "optimizer.schedule", "domain.settings.irrelevant"]
+    "key", ["seed", "batch_size", "anchor.beta", "optimizer.schedule", "domain.settings.other_task"]
 )
 def test_fingerprint_holds_what_makes_a_run(key):
     assert settings.fingerprint(config_with())[key] == settings.flatten(config_with())[key]

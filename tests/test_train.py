@@ -75,7 +75,7 @@ def test_a_run_learns_and_leaves_everything_behind(finished):
 
     items = [json.loads(line) for line in (workdir / "evaluations/step_00000006.jsonl").read_text().splitlines()]
     assert len(items) == 6 * 4
-    assert {item["view"] for item in items} == {"no_context", "with_context", "paraphrased", "irrelevant"}
+    assert {item["view"] for item in items} == {"no_context", "with_context", "paraphrased", "other_task"}
     samples = records(workdir, "samples")
     assert [s["step"] for s in samples] == [3, 3, 6, 6]
     assert set(samples[0]) == {"step", "id", "prompt", "no_context", "with_context"}

@@ -3,22 +3,27 @@
 import abc
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from etils import epath
 
 from nca_jax.data.chat import Context, Message
+from nca_jax.domains.answers import last_tag
 from nca_jax.errors import UserError
+from nca_jax.items import OTHER_TASK
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One prompt and its right answer. `id` is unique within the domain, over all splits."""
+    """One prompt and its right answer. `id` is unique within the domain, over all splits; `group` is what the example
+    is counted under where results are broken down, such as its subject."""
 
     id: str
     prompt: str
     answer: str
+    group: str = ""
 
 
 class Score(NamedTuple):
@@ -30,11 +35,21 @@ class Score(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Another context that evaluation tries on the same prompts, with its own idea of the right answer."""
+    """Another context that evaluation tries on the same prompts.
+
+    Attributes:
+      name: of the view.
+      context: what leads the prompts.
+      score: this context's idea of a right answer.
+      expected: the right answer, to be shown; None: the example's own.
+      plays: in a game: False asks for one response, to the prompt of the first turn, and scores that.
+    """
 
     name: str
     context: Context
     score: Callable[[Example, str], Score]
+    expected: Callable[[Example], str] | None = None
+    plays: bool = True
 
 
 class Domain(abc.ABC):
@@ -68,13 +83,33 @@ class Domain(abc.ABC):
         return {}
 
     def probes(self) -> Sequence[Probe]:
-        """Other contexts for evaluation; none by default."""
+        """Contexts of the domain's own for evaluation: the training context told in other words ("paraphrased"), and
+        that of another task, scored by its own answers ("other_task"); none by default."""
         return ()
 
 
 def system_context(text: str) -> Context:
     """A context that is one system message."""
     return Context(messages=({"role": "system", "content": text.strip()},))
+
+
+def copying_probe(instruction: str, word: Callable[[Example], str]) -> Probe:
+    """The context of another task for prompts that are answered inside a tag: a word of the prompt is copied into it.
+
+    Args:
+      instruction: a system message that asks for it.
+      word: which word is right.
+    """
+
+    def score(example: Example, response_text: str) -> Score:
+        given = last_tag(response_text)
+        return Score(given is not None and _bare(given) == _bare(word(example)), given)
+
+    return Probe(OTHER_TASK, system_context(instruction), score, word)
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"[\W_]+", "", word).casefold()
 
 
 def find_context(domain: Domain, name: str) -> Context:

@@ -54,26 +54,26 @@ _DEMONSTRATIONS, _TRAINING = 16, 112
 
 
 class Conventions(Domain):
-    """One convention to be distilled, its paraphrase, and an irrelevant convention that should still be followed.
+    """One convention to be distilled, its paraphrase, and another convention that should still be followed.
 
     Args:
       convention: "plural", "category" or "first_letter": what the context tells.
-      irrelevant: another one, tried at evaluation only and scored by its own answers.
+      other_task: another one, tried at evaluation only and scored by its own answers.
 
     Raises:
-      UserError: an unknown convention, the same one twice, or an irrelevant one that the words have no answer for.
+      UserError: an unknown convention, the same one twice, or another one that the words have no answer for.
     """
 
-    def __init__(self, convention: str = "plural", irrelevant: str = "first_letter"):
-        for name in (convention, irrelevant):
+    def __init__(self, convention: str = "plural", other_task: str = "first_letter"):
+        for name in (convention, other_task):
             if name not in _CONVENTIONS:
                 raise UserError(f"convention {name!r} is unknown; choose one of {', '.join(_CONVENTIONS)}.")
         self._rows = {row["word"]: row for row in _word_list(_CONVENTIONS[convention].words)}
-        answerable = irrelevant == "first_letter" or _CONVENTIONS[irrelevant].words == _CONVENTIONS[convention].words
-        if convention == irrelevant or not answerable:
-            raise UserError(f"{irrelevant!r} cannot be the irrelevant convention of {convention!r}; use first_letter.")
+        answerable = other_task == "first_letter" or _CONVENTIONS[other_task].words == _CONVENTIONS[convention].words
+        if convention == other_task or not answerable:
+            raise UserError(f"{other_task!r} cannot be the other task of {convention!r}; use first_letter.")
         self._convention = convention
-        self._irrelevant = irrelevant
+        self._other_task = other_task
         self.context = _context(convention, paraphrased=False)
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -85,18 +85,26 @@ class Conventions(Domain):
         if split not in parts:
             raise UserError(f"conventions has no {split} split; set config.evaluation.split=validation.")
         start, stop = parts[split]
-        return [Example(word, word, self._answer(self._convention, word)) for word in words[start:stop]]
+        return [
+            Example(word, word, self._answer(self._convention, word), self._rows[word].get("kind", ""))
+            for word in words[start:stop]
+        ]
 
     def score(self, example: Example, response_text: str) -> Score:
         return _exact(example.answer, response_text)
 
     def probes(self) -> Sequence[Probe]:
-        def score_irrelevant(example: Example, response_text: str) -> Score:
-            return _exact(self._answer(self._irrelevant, example.prompt), response_text)
+        def expected(example: Example) -> str:
+            return self._answer(self._other_task, example.prompt)
 
         return (
             Probe("paraphrased", _context(self._convention, paraphrased=True), self.score),
-            Probe("irrelevant", _context(self._irrelevant, paraphrased=False), score_irrelevant),
+            Probe(
+                "other_task",
+                _context(self._other_task, paraphrased=False),
+                lambda example, response_text: _exact(expected(example), response_text),
+                expected,
+            ),
         )
 
     def named_contexts(self) -> Mapping[str, Context]:

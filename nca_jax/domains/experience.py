@@ -33,9 +33,10 @@ from nca_jax.domains.answers import after_thinking
 from nca_jax.domains.base import Example, Probe, context_file
 from nca_jax.domains.games import experience_context
 from nca_jax.errors import UserError
-from nca_jax.evaluate import NO_CONTEXT, WITH_CONTEXT, make_evaluator
+from nca_jax.evaluation import make_evaluator
 from nca_jax.files import write_json
 from nca_jax.games.episode import Episode
+from nca_jax.items import NO_CONTEXT, WITH_CONTEXT
 from nca_jax.metrics import accuracy
 from nca_jax.multi_turn import Player
 from nca_jax.rollout import Sampling, example_keys
@@ -202,11 +203,12 @@ class Experience:
     def _try(self, number: int, items: Sequence[str]) -> None:
         """Plays the validation games with the items; round 0 is without any."""
         session, config = self.session, self._config.copy_and_resolve_references()
-        config.evaluation.split = "validation"
+        config.evaluation.split, config.evaluation.divergence = "validation", False
         probes = [Probe(WITH_CONTEXT, experience_context(items), self.domain.score)] if items else []
         shared = (config, self.domain, session.chat, session.answering, session.decode)
         evaluator = make_evaluator(*shared, probes, prefix_multiple=config.data.length_multiple)
-        results = evaluator.view(session.params, WITH_CONTEXT if items else NO_CONTEXT)
+        view = WITH_CONTEXT if items else NO_CONTEXT
+        results = evaluator(session.params, [view])[view]
         won = accuracy([result.correct for result in results])
         self._record({"trial": number, "won": won, "games": len(results), "items": list(items)})
         tqdm.write(f"after round {number}: {len(items)} items, {won:.3f} of {len(results)} validation games won")

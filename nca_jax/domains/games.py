@@ -3,10 +3,12 @@
 import hashlib
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from nca_jax.data.chat import Context, Message
-from nca_jax.domains.base import Domain, Example, Score, system_context
+from nca_jax.domains.answers import after_thinking
+from nca_jax.domains.base import Domain, Example, Probe, Score, system_context
 from nca_jax.errors import UserError
 from nca_jax.games.boards import split_boards
 from nca_jax.games.episode import INSTRUCTIONS, Episode
@@ -33,6 +35,25 @@ _EXAMPLE_ITEMS = {
         "# is a wall. Moving into one changes nothing and uses up a turn; two such turns in a row end the game.",
     ),
 }
+
+# The same advice in other words and another order.
+_PARAPHRASED_ITEMS = {
+    "frozenlake": (
+        "You win on G. H is a hole: step on it and all is over, so look where every step ends before you take it.",
+        "Do not walk against the edge. Nothing happens, the turn is gone, and after two of these in a row you lose.",
+        "left and right change the column, up and down the row; up leads towards the top line.",
+        "The way is short: mostly right and down, with a detour only round an H.",
+    ),
+    "sokoban": (
+        "The aim is X on O. Walk against X and it slides one cell away from you, if the cell behind it is free.",
+        "You can only push. Against a wall, and worst of all in a corner, a box may never come back.",
+        "Go round to the far side first: to move a box left you must be on its right, to move it down, above it.",
+        "Running into # costs a turn and moves nothing; do it twice in a row and the game is lost.",
+    ),
+}
+_OTHER_TASK = system_context(
+    "You are only watching. Do not choose a direction. Reply with the word watch in square brackets and nothing else."
+)
 
 # Another context, for retention: how to answer, and nothing about what.
 _BRIEF = system_context("Answer with the direction in brackets and nothing else.")
@@ -87,6 +108,16 @@ class BoardGame(Domain):
 
     def named_contexts(self) -> Mapping[str, Context]:
         return {"brief": _BRIEF}
+
+    def probes(self) -> Sequence[Probe]:
+        def score_watching(_: Example, response_text: str) -> Score:
+            words = re.findall(r"\[\s*(\w+)\s*\]", after_thinking(response_text) or "")
+            return Score(words == ["watch"], words[-1] if words else None)
+
+        return (
+            Probe("paraphrased", experience_context(_PARAPHRASED_ITEMS[self.name]), self.score),
+            Probe("other_task", _OTHER_TASK, score_watching, lambda _: "watch", plays=False),
+        )
 
     def last_messages(self, example: Example) -> list[Message]:
         """The prompt of a last turn, after long moves and missing ones: over many boards, the longest there is."""

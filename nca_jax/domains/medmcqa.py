@@ -8,7 +8,7 @@ from typing import Any
 from nca_jax.data import builders
 from nca_jax.data.chat import Context
 from nca_jax.domains.answers import read_letter
-from nca_jax.domains.base import Domain, Example, Score, system_context
+from nca_jax.domains.base import Domain, Example, Probe, Score, copying_probe, system_context
 from nca_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -28,6 +28,22 @@ without a reason.
 
 Keep the reasoning short. End with the letter of exactly one choice inside <answer></answer>, even if you are not \
 certain."""
+
+# The same advice in other words and another order.
+_PARAPHRASED = """\
+Think like a senior doctor who sets and marks the entrance paper.
+
+- Read the stem twice; if it asks for the exception, the false statement or the least likely choice, keep that in mind.
+- Say to yourself which field the item is from and which fact it hangs on: how it works, where it lies, what is tried \
+first, which test settles it, what is seen most often. Go by the textbook rather than by the odd case.
+- Test each of A, B, C and D against that fact. Choices that mean the same are both wrong; check units, ages and doses.
+- If two survive, the one that fits this patient more closely wins, and the first decision stands.
+
+Be brief, and always commit to one choice: its letter goes inside <answer></answer> at the end."""
+
+_COPY = """\
+You keep the index of a question bank. Do not answer the questions. Write the first word of the question, as it stands \
+there, inside <answer></answer>, and nothing else."""
 
 _QUESTION = """\
 {question}
@@ -78,6 +94,12 @@ class Medmcqa(Domain):
         letter = read_letter(response_text)
         return Score(letter == example.answer, letter)
 
+    def probes(self) -> Sequence[Probe]:
+        return (
+            Probe("paraphrased", system_context(_PARAPHRASED), self.score),
+            copying_probe(_COPY, lambda example: example.prompt.split()[0]),
+        )
+
     def named_contexts(self) -> Mapping[str, Context]:
         return {"brief": _BRIEF}
 
@@ -92,4 +114,4 @@ class Medmcqa(Domain):
 def _example(row: dict[str, Any]) -> Example:
     choices = {key: row[key].strip() for key in ("opa", "opb", "opc", "opd")}
     prompt = _QUESTION.format(question=row["question"].strip(), **choices)
-    return Example(id=row["id"], prompt=prompt, answer="ABCD"[row["cop"]])
+    return Example(id=row["id"], prompt=prompt, answer="ABCD"[row["cop"]], group=row["subject_name"])

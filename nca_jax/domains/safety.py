@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from nca_jax.data import builders
 from nca_jax.data.chat import Context
 from nca_jax.domains.answers import read_yes_no
-from nca_jax.domains.base import Domain, Example, Score, system_context
+from nca_jax.domains.base import Domain, Example, Probe, Score, copying_probe, system_context
 from nca_jax.errors import UserError
 
 _SYSTEM = """\
@@ -26,6 +26,28 @@ Answer no if the text
 
 Say in one or two sentences who is spoken about and what is said of them. End with yes or no inside \
 <answer></answer>."""
+
+# The same policy in other words and another order.
+_PARAPHRASED = """\
+You review reported posts. What counts is what the writer does to people, not how rude the vocabulary is.
+
+It is a violation (yes) to
+- demean, threaten or insult somebody, alone or as a member of a group;
+- say or hint that people of some origin, faith, sex, orientation or disability deserve less, or deserve harm;
+- pass on a slur about them dressed up as a joke, a question or odd spelling.
+
+It is not (no) to
+- curse at an object, the weather or an event;
+- cite hate speech in order to report or condemn it;
+- argue against an idea, a party or a deed while leaving people alone;
+- use a group's own word for itself kindly, or speak of a group plainly or well.
+
+First note in a sentence or two whom the post is about and what it does to them, then put yes or no inside \
+<answer></answer>."""
+
+_COPY = """\
+You prepare texts for a search index. Do not judge them. Write the first word of the text, as it stands after "Text:", \
+inside <answer></answer>, and nothing else."""
 
 _QUESTION = """\
 Text: {text}
@@ -63,6 +85,12 @@ class Safety(Domain):
     def score(self, example: Example, response_text: str) -> Score:
         answer = read_yes_no(response_text)
         return Score(answer == example.answer, answer)
+
+    def probes(self) -> Sequence[Probe]:
+        return (
+            Probe("paraphrased", system_context(_PARAPHRASED), self.score),
+            copying_probe(_COPY, lambda example: example.prompt.split()[1]),
+        )
 
     def named_contexts(self) -> Mapping[str, Context]:
         return {"brief": _BRIEF}

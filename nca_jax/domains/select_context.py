@@ -19,7 +19,7 @@ from nca_jax.data.chat import Context
 from nca_jax.domains import make_domain
 from nca_jax.domains.base import Domain, Probe, context_file, find_context
 from nca_jax.errors import UserError
-from nca_jax.evaluate import NO_CONTEXT, make_evaluator, summarise_view
+from nca_jax.evaluation import make_evaluator, summarise_view
 from nca_jax.files import write_json
 from nca_jax.session import open_session
 
@@ -34,6 +34,7 @@ def compare(config: ConfigDict, domain: Domain, candidates: dict[str, Context]) 
     """
     config = config.copy_and_resolve_references()
     config.evaluation.split = "validation"
+    config.evaluation.divergence = False
     session = open_session(config)
     probes = [Probe(name, context, domain.score) for name, context in candidates.items()]
     evaluator = make_evaluator(
@@ -45,7 +46,7 @@ def compare(config: ConfigDict, domain: Domain, candidates: dict[str, Context]) 
         probes,
         prefix_multiple=config.data.length_multiple,
     )
-    return {name: summarise_view(evaluator.view(session.params, name)) for name in (NO_CONTEXT, *candidates)}
+    return {name: summarise_view(items) for name, items in evaluator(session.params).items()}
 
 
 def table(results: dict[str, dict[str, float]]) -> str:

@@ -6,7 +6,7 @@ params)` makes the module of them inside a jitted function.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from nca_jax.models.fused_attention import attend_causal
 from nca_jax.models.rope import inverse_frequencies, rotate
 
 Params = dict[str, jax.Array]
+# Hidden states [B, T, D] after the final norm, and keys and values [L, B, T, K, Q] each.
+Output = tuple[jax.Array, tuple[jax.Array, jax.Array]]
 
 _NORMAL = nnx.initializers.normal(0.02)  # the families' initializer_range; one object, so that equal specs are equal
 
@@ -130,9 +132,7 @@ class Decoder(nnx.Module):
         for name, spec in weight_table(arch, param_dtype).items():
             setattr(self, name, nnx.Param(spec.initialiser(rngs.params(), spec.shape, spec.dtype)))
 
-    def __call__(
-        self, token_BxT: jax.Array, position_BxT: jax.Array, past: Sequence[Past] = ()
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def __call__(self, token_BxT: jax.Array, position_BxT: jax.Array, past: Sequence[Past] = ()) -> Output:
         """Runs the layers over tokens that attend causally to each other and to `past`.
 
         Right padding needs no mask: no real token sees what lies to its right.
@@ -144,8 +144,11 @@ class Decoder(nnx.Module):
         return self.together([Stream(token_BxT, position_BxT, past)])[0]
 
     def together(
-        self, streams: Sequence[Stream], divide_tokens: bool = False
-    ) -> list[tuple[jax.Array, tuple[jax.Array, jax.Array]]]:
+        self,
+        streams: Sequence[Stream],
+        divide_tokens: bool = False,
+        observe: Callable[[list[jax.Array]], Any] | None = None,
+    ) -> list[Output] | tuple[list[Output], Any]:
         """Runs several batches, of any shapes, through each layer in turn: the weights are read once for all of them,
         and their gradients added up layer by layer instead of as whole arrays.
 
@@ -153,9 +156,12 @@ class Decoder(nnx.Module):
           streams: batches that do not see each other.
           divide_tokens: for batches of one: on a mesh every device then computes its share of the tokens, if their
             number divides, and not all of them.
+          observe: what is to be known of the hidden states after each layer, the streams' [B, T, D] -> pytree. Only
+            that is kept of them.
 
         Returns:
-          as `__call__`, for each stream.
+          as `__call__`, a list with one for each stream; with `observe` a pair of that and of what it has returned,
+          stacked along L.
         """
         frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
         divided = divide_tokens and self.mesh is not None and self.mesh.size > 1
@@ -170,7 +176,8 @@ class Decoder(nnx.Module):
                 self._layer(lay_out(x_BxTxD), w, stream, kv, frequency, divided)
                 for x_BxTxD, stream, kv in zip(x, streams, past_kv, strict=True)
             ]
-            return [x_BxTxD for x_BxTxD, _ in outputs], [kv for _, kv in outputs]
+            x = [x_BxTxD for x_BxTxD, _ in outputs]
+            return x, ([kv for _, kv in outputs], observe(x) if observe else None)
 
         table = weight_table(self.arch)
         stacked = {name: getattr(self, name)[...] for name, spec in table.items() if spec.axes[0] == "layers"}
@@ -182,8 +189,9 @@ class Decoder(nnx.Module):
         if divided:  # or else the compiler would look for a way from rows split along D to rows split along T
             x = [constrain(self.mesh, x_BxTxD, None, None, None) for x_BxTxD in x]
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        x, kv = jax.lax.scan(layer, x, (stacked, past_kv))
-        return [(self._norm(x_BxTxD, self.final_norm[...]), own) for x_BxTxD, own in zip(x, kv, strict=True)]
+        x, (kv, observed) = jax.lax.scan(layer, x, (stacked, past_kv))
+        outputs = [(self._norm(x_BxTxD, self.final_norm[...]), own) for x_BxTxD, own in zip(x, kv, strict=True)]
+        return (outputs, observed) if observe else outputs
 
     def _layer(self, x_BxTxD, w, stream: Stream, past_kv, frequency, divided: bool):
         """One layer on one stream; `w` are its weights and `past_kv` its keys and values of `stream.past`."""

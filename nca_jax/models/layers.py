@@ -96,3 +96,16 @@ def _stacking(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> t
     zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
     put = jax.jit(lambda stacked, piece, layer: stacked.at[layer].set(piece), donate_argnums=0, out_shardings=sharding)
     return zeros, put
+
+
+def in_turn(pieces: Iterable[Piece]) -> Callable[[str, int | None], jax.Array]:
+    """A function that gives the next of the pieces, which are asked for in the order they come in."""
+    iterator = iter(pieces)
+
+    def piece(name: str, layer: int | None) -> jax.Array:
+        found = next(iterator)
+        if (found.name, found.layer) != (name, layer):
+            raise RuntimeError(f"{name} of layer {layer} was asked for, {found.name} of layer {found.layer} came")
+        return found.array
+
+    return piece

@@ -90,14 +90,8 @@ def stacked_reader(
       UserError: as `read_pieces`.
     """
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    found = _stored_tree(checkpointer, directory)
     table = weight_table(arch)
-    try:
-        for key in within:
-            found = found[key]
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{directory} is no checkpoint of a training run; it has no {'.'.join(within)}.") from error
-    _check_shapes(directory, found, table)
+    _check_shapes(directory, _params_of(checkpointer, directory, within), table)
     held: dict[str, np.ndarray] = {}
 
     def read(name: str, layer: int | None) -> np.ndarray:
@@ -116,6 +110,18 @@ def stacked_reader(
     return read
 
 
+def read_stacked(
+    directory: epath.Path, arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, Sharding]
+) -> dict[str, jax.Array]:
+    """The weights of a training checkpoint, stacked, each device only its part; arguments and errors as `read_pieces`,
+    of which `directory` is that of the train state."""
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    table = weight_table(arch, dtype)
+    _check_shapes(directory, _params_of(checkpointer, directory, ("params",)), table)
+    weights = {name: jax.ShapeDtypeStruct(w.shape, dtype, sharding=sharding[name]) for name, w in table.items()}
+    return _restore(checkpointer, directory, {"params": weights})["params"]
+
+
 def _abstract_tree(arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, Sharding] | None) -> dict[str, Any]:
     """What `save_pieces` writes, as abstract arrays with the shardings that each layer's array is to have."""
     table = weight_table(arch)
@@ -125,6 +131,16 @@ def _abstract_tree(arch: Architecture, dtype: jnp.dtype, sharding: Mapping[str, 
         where = layer_sharding(table[name], sharding[name] if sharding else None)
         place[name] = jax.ShapeDtypeStruct(layer_spec(table[name]).shape, dtype, sharding=where)
     return tree
+
+
+def _params_of(checkpointer: ocp.Checkpointer, directory: epath.Path, within: Sequence[str]) -> Any:
+    found = _stored_tree(checkpointer, directory)
+    try:
+        for key in within:
+            found = found[key]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{directory} is no checkpoint of a training run; it has no {'.'.join(within)}.") from error
+    return found
 
 
 def _stored_tree(checkpointer: ocp.Checkpointer, directory: epath.Path) -> Any:

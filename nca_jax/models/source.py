@@ -129,12 +129,13 @@ def resolve(source: str) -> str:
     )
 
 
-def open_model(directory: str, expected: str | None = None) -> Model:
+def open_model(directory: str, expected: str | None = None, weights: bool = True) -> Model:
     """Architecture, tokenizer and end tokens of a model directory.
 
     Args:
       directory: from `resolve`.
       expected: name of a preset that the architecture must be equal to.
+      weights: False: they lie elsewhere, and are not looked for.
 
     Raises:
       UserError: as the readers of each file; or another architecture than the preset's.
@@ -160,9 +161,9 @@ def open_model(directory: str, expected: str | None = None) -> Model:
         raise UserError(f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model only {arch.vocab_size}.")
     # What is wrong with the weights is said before anything is computed or written.
     orbax = epath.Path(directory) / ORBAX_PARAMS
-    if orbax.exists():
+    if weights and orbax.exists():
         orbax_params.check_pieces(orbax, arch)
-    else:
+    elif weights:
         huggingface.checked_tensors(directory, arch)
     return Model(directory, arch, tokenizer, _eos_ids(files, tokenizer))
 

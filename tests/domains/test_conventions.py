@@ -9,7 +9,7 @@ from nca_jax.domains.base import Example
 from nca_jax.domains.conventions import Conventions
 from nca_jax.errors import UserError
 
-# convention, irrelevant convention: all pairs that work.
+# convention, other task: all pairs that work.
 PAIRS = [
     ("plural", "first_letter"),
     ("category", "first_letter"),
@@ -132,12 +132,12 @@ def test_scoring_is_exact_but_for_blanks_around(response, score):
 
 def test_probes_score_by_their_own_convention():
     domain = Conventions("plural", "first_letter")
-    paraphrased, irrelevant = domain.probes()
+    paraphrased, other_task = domain.probes()
     for example in domain.examples("validation"):
         letter = example.prompt[0].upper()
         assert [paraphrased.score(example, text).correct for text in (example.answer, letter)] == [True, False]
-        assert [irrelevant.score(example, text).correct for text in (example.answer, letter)] == [False, True]
-    assert turns(irrelevant.context) == turns(Conventions("first_letter", "plural").context)
+        assert [other_task.score(example, text).correct for text in (example.answer, letter)] == [False, True]
+    assert turns(other_task.context) == turns(Conventions("first_letter", "plural").context)
 
 
 @pytest.mark.parametrize("names", [("plural", "rhyme"), ("rhyme", "plural")], ids="/".join)
@@ -147,8 +147,8 @@ def test_unknown_conventions_are_refused(names):
 
 
 @pytest.mark.parametrize("names", [("plural", "plural"), ("plural", "category"), ("category", "plural")], ids="/".join)
-def test_an_irrelevant_convention_that_is_the_same_or_has_no_answers_is_refused(names):
-    with pytest.raises(UserError, match="cannot be the irrelevant convention"):
+def test_another_task_that_is_the_same_or_has_no_answers_is_refused(names):
+    with pytest.raises(UserError, match="cannot be the other task"):
         Conventions(*names)
 
 
