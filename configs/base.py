@@ -122,6 +122,11 @@ def get_config() -> ConfigDict:
     config.log = ConfigDict()
     config.log.samples_every = 5  # steps between entries of samples.jsonl
     config.log.samples = 4  # prompts per entry, each answered in both views
+    config.log.figures = True  # after each evaluation, for TensorBoard: those of nca_jax.report
+    config.log.wandb = ConfigDict()  # Weights & Biases; pip install wandb
+    config.log.wandb.project = placeholder(str)  # unset: off
+    config.log.wandb.entity = placeholder(str)
+    config.log.wandb.mode = "online"  # online | offline: kept in the workdir, for wandb sync
 
     config.profile = ConfigDict()  # a trace for xprof, in <workdir>/profile
     config.profile.first_step = 3  # later than what is compiled at first

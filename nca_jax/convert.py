@@ -24,6 +24,7 @@ from etils import epath
 from nca_jax.command import set_up_logging
 from nca_jax.errors import UserError
 from nca_jax.files import read_json
+from nca_jax.model_card import model_card
 from nca_jax.models import huggingface, orbax_params
 from nca_jax.models.architecture import load_architecture
 from nca_jax.models.export import EXPORT_DTYPES, Written, export_dtype, write_huggingface, write_orbax
@@ -68,6 +69,7 @@ def export_model(arguments: argparse.Namespace) -> str:
         dtype=dtype,
         shard_bytes=int(arguments.shard_gb * 1e9),
         overwrite=arguments.overwrite,
+        card=None if model.step is None else model_card(epath.Path(model.path), model.step),
     )
     return f"exported {arguments.source}: {_amount(written)}"
 

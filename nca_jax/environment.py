@@ -2,7 +2,6 @@
 
 import datetime
 import platform
-import shlex
 import sys
 from importlib import metadata
 from typing import Any
@@ -19,7 +18,7 @@ def environment() -> dict[str, Any]:
     """The command that was given, when it began, versions and devices; as JSON takes it."""
     devices = jax.devices()
     return {
-        "command": [_program(), *sys.argv[1:]],
+        "command": [*_program(), *sys.argv[1:]],
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -28,9 +27,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _program() -> str:
+def _program() -> list[str]:
     """ "python -m nca_jax.main" where that is what was started, and not the path of the file that it stands for."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None:
-        return shlex.quote(sys.argv[0])
-    return f"python -m {spec.name.removesuffix('.__main__')}"
+    return ["python", *(["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]])]

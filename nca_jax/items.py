@@ -66,3 +66,15 @@ def read_items(path: epath.Path) -> list[dict[str, Any]]:
     except (ValueError, OSError, AttributeError) as error:
         raise UserError(f"{path} does not hold item lines ({error}); evaluate again.") from error
     return lines
+
+
+def evaluation_path(workdir: epath.Path, step: int) -> epath.Path:
+    """The item lines of the evaluation at a step."""
+    return workdir / "evaluations" / f"step_{step:08d}.jsonl"
+
+
+def evaluation_steps(workdir: epath.Path) -> list[int]:
+    """The steps that have been evaluated, in order."""
+    directory = workdir / "evaluations"
+    files = directory.glob("step_*.jsonl") if directory.is_dir() else ()
+    return sorted(int(file.stem.removeprefix("step_")) for file in files)

@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: metrics.jsonl, samples.jsonl, TensorBoard, and the progress line."""
+"""What a run writes as it goes on: metrics.jsonl, samples.jsonl, TensorBoard, W&B if asked, the progress line."""
 
 import json
 import sys
@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from etils import epath
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from nca_jax.files import is_bucket, write_text
+from nca_jax.wandb_log import WandbLog
 
 # Nothing can be appended to an object of a bucket: records are written anew, at most every so many seconds, and so
 # seldom that it takes no more than this share of the time, however many they have become.
@@ -32,10 +34,18 @@ class Logbook:
         what one that was killed before its first checkpoint has left is dropped.
       total_steps: for the progress line.
       writes: False in all processes of a job but the first: nothing is written, nor shown.
+      other: gets the same.
     """
 
-    def __init__(self, workdir: epath.Path, continued_from: int | None, total_steps: int, writes: bool = True):
-        self._writes = writes
+    def __init__(
+        self,
+        workdir: epath.Path,
+        continued_from: int | None,
+        total_steps: int,
+        writes: bool = True,
+        other: WandbLog | None = None,
+    ):
+        self._writes, self._other = writes, other
         if not writes:
             return
         self._files = {name: workdir / f"{name}.jsonl" for name in ("metrics", "samples")}
@@ -62,12 +72,28 @@ class Logbook:
             return
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
+        if self._other:
+            self._other.metrics(step, values)
         self._append("metrics", [{"step": step, **values}])
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Records of samples.jsonl, one a prompt."""
-        if self._writes:
-            self._append("samples", [{"step": step, **record} for record in records])
+        """Records of samples.jsonl, one a prompt; all have the same keys."""
+        if not self._writes:
+            return
+        for i, record in enumerate(records):
+            self._tensorboard.add_text(f"samples/{i}", _as_markdown(record), step)
+        if self._other:
+            self._other.samples(step, records)
+        self._append("samples", [{"step": step, **record} for record in records])
+
+    def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        """Pictures [height, width, RGBA], uint8, for TensorBoard and the like."""
+        if not self._writes:
+            return
+        for name, picture in images.items():
+            self._tensorboard.add_image(name, picture, step, dataformats="HWC")
+        if self._other:
+            self._other.images(step, images)
 
     def progress(self, step: int, values: Mapping[str, float], tokens_per_second: float, seconds_left: float) -> None:
         """Shows a finished step: its losses, the speed and the time that is left."""
@@ -90,13 +116,19 @@ class Logbook:
         """Whether metrics.jsonl holds an evaluation at that step."""
         return self.last_evaluation().get("step") == step
 
+    def records(self) -> list[dict[str, Any]]:
+        """Those of metrics.jsonl; none where nothing is written."""
+        if not self._writes:
+            return []
+        if self._local_events:
+            return [json.loads(line) for line in self._lines["metrics"]]
+        path = self._files["metrics"]
+        return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
+
     def last_evaluation(self) -> dict[str, Any]:
         """The newest record of metrics.jsonl that holds an evaluation; {} where nothing is written."""
-        if not self._writes:
-            return {}
-        lines = self._lines["metrics"] if self._local_events else self._files["metrics"].read_text().split("\n")
-        records = map(json.loads, filter(None, lines))
-        return [record for record in records if any(key.startswith("eval/") for key in record)][-1]
+        evaluations = [record for record in self.records() if any(key.startswith("eval/") for key in record)]
+        return evaluations[-1] if evaluations else {}
 
     def flush(self) -> None:
         """Returns when all records are where they stay."""
@@ -113,6 +145,8 @@ class Logbook:
         if not self._writes:
             return
         self._bar.close()
+        if self._other:
+            self._other.close()
         if not self._local_events:
             self._tensorboard.close()
             return
@@ -150,6 +184,15 @@ class Logbook:
         for file in Path(self._local_events.name).iterdir():
             (self._events / file.name).write_bytes(file.read_bytes())
             file.unlink()
+
+
+def _as_markdown(record: Mapping[str, Any]) -> str:
+    """A record as TensorBoard shows it: every value a block of its own, in which nothing of the text is markup."""
+    blocks = []
+    for name, value in record.items():
+        text = "\n".join(f"    {line}" for line in str(value).splitlines())
+        blocks.append(f"**{name}**\n\n{text}")
+    return "\n\n".join(blocks)
 
 
 def _lines_until(path: epath.Path, step: int) -> list[str]:

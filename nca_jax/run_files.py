@@ -16,6 +16,7 @@ from nca_jax.environment import environment
 from nca_jax.errors import UserError
 from nca_jax.files import read_json, write_json, write_text
 from nca_jax.items import OTHER_TASK
+from nca_jax.model_card import model_card
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params
 from nca_jax.models.export import export_dtype, write_huggingface
@@ -66,6 +67,7 @@ def export(config: ConfigDict, workdir: epath.Path, arch: Architecture, params: 
         dtype=dtype,
         shard_bytes=int(config.export.shard_gb * 1e9),
         overwrite=True,
+        card=model_card(workdir, config.steps),
     )
 
 
@@ -105,8 +107,3 @@ def keep_summary(workdir: epath.Path, summary: str) -> None:
     """Writes the line; that it is there says that the run has ended."""
     if processes.is_first():
         write_text(workdir / "summary.txt", summary + "\n")
-
-
-def evaluation_path(workdir: epath.Path, step: int) -> epath.Path:
-    """The item lines of the evaluation at a step."""
-    return workdir / "evaluations" / f"step_{step:08d}.jsonl"

@@ -34,6 +34,7 @@ _CHOICES = {
     "anchor.target": ("student", "teacher"),
     "anchor.divergence": ("forward_kl", "reverse_kl", "symmetric_kl"),
     "retention.samples": ("step", "cached"),
+    "log.wandb.mode": ("online", "offline"),
     "anchor.schedule": ("constant", "warmup", "gated"),
     "export.dtype": EXPORT_DTYPES,
     "optimizer.schedule": ("constant", "linear", "cosine"),

@@ -22,8 +22,9 @@ from nca_jax.domains.base import find_context
 from nca_jax.errors import Preempted, UserError
 from nca_jax.evaluation import make_evaluator, summarise
 from nca_jax.game_batches import GameBatches
-from nca_jax.items import write_items
+from nca_jax.items import evaluation_path, write_items
 from nca_jax.layout import layout_table
+from nca_jax.live_figures import LiveFigures
 from nca_jax.logbook import Logbook
 from nca_jax.models.source import load_weights, open_model, resolve
 from nca_jax.preemption import Agreement, StopSignals
@@ -32,6 +33,7 @@ from nca_jax.session import judged_text
 from nca_jax.sharding import make_mesh
 from nca_jax.step_log import Dispatched, StepLog, step_work
 from nca_jax.timeline import Timeline
+from nca_jax.wandb_log import WandbLog
 from nca_jax.watchdog import Watchdog
 from nca_jax.workdir_lock import locked
 
@@ -128,10 +130,14 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
     model_config = run_files.keep_description(workdir, config, domain.context, student.directory)
     if config.retention.samples == "cached" and job.objective.gamma:
         batches.cache_retained(workdir / "retention.npz")
-    logbook = Logbook(workdir, start if restored else None, config.steps, writes=first)
+    wandb_log = WandbLog(workdir, config) if config.log.wandb.project and first else None
+    logbook = Logbook(workdir, start if restored else None, config.steps, first, wandb_log)
     resources.callback(logbook.close)
     logbook.say(layout_table(config, job, student.arch, teacher_model.arch, mesh))
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")
+    figures = None
+    if config.log.figures and first:
+        figures = LiveFigures(workdir, settings.method_name(config), start)
     timeline = Timeline(position.get("timeline"), began=started)
     resources.callback(timeline.close)
     profile = Profile(workdir / "profile", config.profile.first_step, config.profile.steps if first else 0)
@@ -147,7 +153,9 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
         results = evaluator(params, before=lambda view: watchdog.beat(step, f"evaluation {view}"))
         summary = summarise(results)
         if first:
-            write_items(run_files.evaluation_path(workdir, step), itertools.chain(*results.values()))
+            write_items(evaluation_path(workdir, step), itertools.chain(*results.values()))
+        if figures:
+            logbook.images(step, figures.after_evaluation(step, logbook.records()))
         timeline.mark("evaluation")
         record = {f"eval/{name}": value for name, value in summary.items()}
         totals = timeline.seconds() | {"lost": timeline.lost()}

@@ -103,6 +103,7 @@ SHORT_RUN = {
     "checkpoint.every": 2,
     "log.samples_every": 3,
     "log.samples": 2,
+    "log.figures": False,
 }
 
 

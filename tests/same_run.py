@@ -26,6 +26,7 @@ OVERRIDES = {
     "checkpoint.every": 3,
     "log.samples_every": 3,
     "log.samples": 2,
+    "log.figures": False,
     "mesh.data": 1,
     "mesh.fsdp": 1,
 }

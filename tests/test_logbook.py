@@ -1,9 +1,12 @@
 """What is on disk after a restart, and what is shown on the way."""
 
 import json
+import struct
 
+import numpy as np
 import pytest
 from etils import epath
+from tensorboardX.proto import event_pb2
 
 from nca_jax import logbook
 from nca_jax.logbook import Logbook
@@ -181,3 +184,59 @@ def test_a_slow_bucket_is_written_to_a_twentieth_of_the_time(bucket, clock):
         clock[0] = at
         book.metrics(step, {"loss": 1.0})
         assert steps(workdir)[-1] == last
+
+
+def test_samples_are_texts_and_figures_pictures_on_tensorboard(tmp_path):
+    book = reopen(tmp_path, None)
+    book.samples(2, [{"prompt": "# cow", "no_context": "two\n| cows"}])
+    book.images(2, {"figures/harm": np.full((4, 6, 4), 255, np.uint8)})
+    book.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    values = {}
+    for record in _records(events):
+        event = event_pb2.Event.FromString(record)
+        values |= {value.tag: (event.step, value) for value in event.summary.value}
+    step, text = values["samples/0/text_summary"]
+    assert step == 2
+    # Indented: in Markdown a block in which nothing is markup.
+    assert text.tensor.string_val[0].decode() == "**prompt**\n\n    # cow\n\n**no_context**\n\n    two\n    | cows"
+    step, picture = values["figures/harm"]
+    assert (step, picture.image.height, picture.image.width) == (2, 4, 6)
+
+
+def _records(path):
+    """The records of a file: a length, its checksum, the bytes, their checksum."""
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield data[12 : 12 + length]
+        data = data[12 + length + 4 :]
+
+
+def test_another_log_gets_the_same(tmp_path):
+    class Other:
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, name):
+            return lambda *arguments: self.calls.append((name, *arguments))
+
+    other = Other()
+    book = Logbook(epath.Path(tmp_path), None, 6, other=other)
+    picture = {"figures/harm": np.zeros((1, 1, 4), np.uint8)}
+    book.metrics(1, {"loss": 0.5})
+    book.samples(1, [{"prompt": "cow"}])
+    book.images(1, picture)
+    book.close()
+    assert other.calls == [
+        ("metrics", 1, {"loss": 0.5}),
+        ("samples", 1, [{"prompt": "cow"}]),
+        ("images", 1, picture),
+        ("close",),
+    ]
+    silent = Logbook(epath.Path(tmp_path), None, 6, writes=False, other=other)
+    silent.metrics(2, {"loss": 0.25})
+    silent.images(2, picture)
+    silent.samples(2, [{"prompt": "cow"}])
+    silent.close()
+    assert len(other.calls) == 4

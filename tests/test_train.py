@@ -63,6 +63,11 @@ def test_a_run_learns_and_leaves_everything_behind(finished):
     assert summary.split(" steps=")[1].startswith("6 ")
     assert (workdir / "summary.txt").read_text() == summary + "\n"
     assert json.loads((workdir / "config.json").read_text())["batch_size"] == 4
+    assert json.loads((workdir / "environment.json").read_text())["devices"] == {
+        "kind": "cpu",
+        "count": 1,
+        "processes": 1,
+    }
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["4", "6"]
     assert list((workdir / "tensorboard").iterdir())
 
@@ -298,12 +303,15 @@ def test_the_end_is_exported_by_config_and_any_checkpoint_by_command(finished, t
     assert all(not np.array_equal(exported[name], source[name]) for name in source)  # all of it was trained
     open_model(str(tiny_model)).check_same_tokenizer(open_model(str(workdir / "huggingface")))
 
+    assert "## Evaluation at step 6\n" in (workdir / "huggingface" / "README.md").read_text()
+
     for step, equal in ((None, True), (6, True), (4, False)):
         output = tmp_path / f"step{step}"
         chosen = [] if step is None else [f"--step={step}"]
         assert convert.main(["export", f"--source={workdir}", f"--output={output}", *chosen]) == 0
         tensors = load_file(output / "model.safetensors")
         assert all(np.array_equal(tensors[name], exported[name]) == equal for name in exported)
+        assert f"## Evaluation at step {step or 6}\n" in (output / "README.md").read_text()
     assert convert.main(["export", f"--source={workdir}", f"--output={tmp_path / 'none'}", "--step=5"]) == 2
 
     # The exported model is where the next run begins.

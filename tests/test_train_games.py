@@ -35,6 +35,7 @@ OVERRIDES = {
     "checkpoint.every": 2,
     "log.samples_every": 2,
     "log.samples": 2,
+    "log.figures": False,
     "mesh.data": 1,
     "mesh.fsdp": 1,
 }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from nca_jax.errors import UserError
-from nca_jax.files import new_model_directory, write_json
+from nca_jax.files import new_model_directory, write_json, write_text
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.layers import Piece
 from nca_jax.models.model_files import copy_companions, export_config, stored_dtype
@@ -46,6 +46,7 @@ def write_huggingface(
     dtype: str,
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    card: str | None = None,
 ) -> Written:
     """Writes a directory that transformers and every server load: safetensors, configs, tokenizer files.
 
@@ -58,6 +59,7 @@ def write_huggingface(
       dtype: from `export_dtype`, and the one the tensors are made in.
       shard_bytes: largest file, unless one tensor is larger.
       overwrite: replaces a model directory that is there.
+      card: its README.md.
 
     Raises:
       UserError: the target may not be replaced, or a value is not finite in that dtype.
@@ -66,6 +68,8 @@ def write_huggingface(
         sizes = write_tensors(directory, tensors, jnp.dtype(dtype), shard_bytes)
         if companions:
             copy_companions(companions, directory)
+        if card:
+            write_text(directory / "README.md", card)
         write_json(directory / "config.json", export_config(config, arch, dtype))
     return Written(len(sizes), sum(sizes.values()))
 

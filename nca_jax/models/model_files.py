@@ -50,7 +50,7 @@ def fetch_from_hub(source: str) -> str:
     from huggingface_hub import errors
 
     name, _, revision = source.partition("@")
-    patterns = ["config.json", *COMPANIONS, "model*.safetensors", "model.safetensors.index.json"]
+    patterns = ["config.json", "README.md", *COMPANIONS, "model*.safetensors", "model.safetensors.index.json"]
     local = "or give the path of a local directory"
     try:
         return huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns)
