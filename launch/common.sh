@@ -68,9 +68,9 @@ use_environment() {
     case "$(cat "$stamp" 2>/dev/null)" in "$wanted $1$plus"* | "$wanted requirements-dev.txt$plus"*) return ;; esac
   fi
 
-  # Up to 2 GB when installed, and the wheels lie beside it while pip works.
-  need_disk "$venv" 4 "the virtual environment"
-  say "environment: Python $version in $venv (1 to 2 GB; the first time takes minutes)"
+  # Up to 3 GB when installed, and the wheels lie beside it while pip works.
+  need_disk "$venv" 5 "the virtual environment"
+  say "environment: Python $version in $venv (1 to 3 GB; the first time takes minutes)"
   mkdir -p "$venv" || fail "cannot create $venv: set NCA_JAX_VENV to a directory of yours."
   log="$venv/nca_jax-install.log"
   "$base" -m venv "$venv" >"$log" 2>&1 || fail "$base -m venv failed (Debian: apt install python3-venv), log: $log"
