@@ -86,11 +86,12 @@ def png(figure) -> bytes:
 
 def test_what_a_user_has_set_for_other_plots_changes_nothing():
     ours = png(drawn())
-    with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "axes.grid": False, "text.color": "blue"}):
+    theirs = {"axes.facecolor": "red", "font.size": 30, "axes.grid": False, "axes.linewidth": 9, "text.color": "blue"}
+    with matplotlib.rc_context(theirs):
         before = dict(matplotlib.rcParams)
-        theirs = drawn()
+        figure = drawn()
         assert dict(matplotlib.rcParams) == before
-    assert png(theirs) == ours
+    assert png(figure) == ours
 
 
 def test_importing_it_leaves_pyplot_alone():

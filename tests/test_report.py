@@ -288,6 +288,10 @@ def test_the_browser_has_what_changed_first(findings, monkeypatch):
         *((0, f"question-{i}") for i in range(1, 7)),
         *((1, f"question-{i}") for i in (1, 21, 22, 23)),
     ]
+    # Then those that only another context changed: NCA's questions 2 to 6, paraphrased.
+    monkeypatch.setattr(browser, "MOST_ITEMS", 14)
+    more = [item["id"] for item in browser_data(sources)["items"] if item["run"] == 1]
+    assert more == [f"question-{i}" for i in (1, 2, 3, 21, 22, 23)]
     monkeypatch.setattr(browser, "MOST_CHARACTERS", 1)
     assert len(browser_data(sources)["items"]) == 1
 

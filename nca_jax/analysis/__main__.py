@@ -4,9 +4,9 @@
     python -m nca_jax.analysis --config=FILE[:SETTING] --base=MODEL CHECKPOINT [CHECKPOINT ...]
 
 The first form is for runs: items, context and model are those of their config. The second is for checkpoints of
-whatever origin: a config says on which items and with which context they are looked at. All checkpoints are compared
-with the base model, from which training began. A study leaves DIR/<study>.csv and DIR/<study>.png, and its sentence in
-DIR/analysis.json, which keeps what earlier commands found by other studies.
+whatever origin: a config says on which items and with which context they are looked at; of games, at the first turns.
+All checkpoints are compared with the base model, from which training began. A study leaves DIR/<study>.csv and
+DIR/<study>.png, and its sentence in DIR/analysis.json, which keeps what earlier commands found by other studies.
 
     representations  how alike the hidden states of the two views are, layer by layer
     gradients        the angles between the gradients of OPD, NCA and fidelity with the context
@@ -21,15 +21,22 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from etils import epath
 from ml_collections import ConfigDict
 
+from nca_jax import memory, processes, settings
+from nca_jax.analysis import gradients, representations, updates
+from nca_jax.analysis.common import Checkpoint, Finding, as_csv, open_subject
 from nca_jax.command import parse_with_config, set_up_logging
 from nca_jax.errors import UserError
 from nca_jax.files import read_json, write_json, write_text
 from nca_jax.main import leave
+from nca_jax.plotting import save
+from nca_jax.stored_model import find_model
 
 STUDIES = ("representations", "gradients", "updates")
+BASE = "base"  # what the base model is called
 
 
 class Task(NamedTuple):
@@ -41,7 +48,7 @@ class Task(NamedTuple):
     labels: list[str]
     studies: list[str]
     step: int | None
-    steps: list[int]  # those the gradients are looked at, if there are any
+    steps: list[int]  # those whose gradients are looked at; none: `step`
     items: int
     output: epath.Path
     command: list[str]
@@ -54,7 +61,9 @@ def read_task(arguments: Sequence[str]) -> Task:
       UserError: it is wrong, or the runs do not belong together.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m nca_jax.analysis", description=__doc__.split("\n")[0], allow_abbrev=False
+        prog="python -m nca_jax.analysis",
+        description=f"{__doc__.splitlines()[0]} Options of config files are given as --config=… and --config.KEY=….",
+        allow_abbrev=False,
     )
     parser.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="workdirs; with --config any models")
     parser.add_argument("--studies", default=",".join(STUDIES), metavar="NAME,...", help="default: %(default)s")
@@ -70,12 +79,10 @@ def read_task(arguments: Sequence[str]) -> Task:
     if options.items < 1:
         raise UserError(f"--items is {options.items}; it must be at least 1.")
     try:
-        steps = [int(step) for step in filter(None, options.steps.split(","))]
+        steps = [int(step) for step in dict.fromkeys(filter(None, options.steps.split(",")))]
     except ValueError as error:
         raise UserError(f"--steps={options.steps} is wrong; write such as --steps=10,20.") from error
     if any(argument.startswith("--config") for argument in rest):
-        from nca_jax import settings
-
         options, config, _ = parse_with_config(parser, arguments)
         settings.check(config)
         labels = _distinct([_last(path) for path in options.paths], options.paths)
@@ -122,8 +129,6 @@ def config_of_runs(workdirs: Sequence[str]) -> tuple[ConfigDict, list[str]]:
 
 def _read_run(workdir: str) -> tuple[ConfigDict, str]:
     """A run's config and context."""
-    from nca_jax import settings
-
     files = [epath.Path(workdir) / name for name in ("config.json", "context.json")]
     for file in files:
         if not file.exists():
@@ -138,8 +143,6 @@ def _read_run(workdir: str) -> tuple[ConfigDict, str]:
 
 def _run_labels(workdirs: Sequence[str], configs: Sequence[ConfigDict]) -> list[str]:
     """The method, and where two are alike its seed or the directory."""
-    from nca_jax import settings
-
     names = [settings.method_name(config) for config in configs]
     with_seed = [f"{name} seed {config.seed}" for name, config in zip(names, configs, strict=True)]
     with_directory = [f"{name} {_last(workdir)}" for name, workdir in zip(names, workdirs, strict=True)]
@@ -151,8 +154,8 @@ def _last(path: str) -> str:
 
 
 def _distinct(*choices: Sequence[str]) -> list[str]:
-    """For each place the first of its choices that no other place has."""
-    counts = [Counter(choice) for choice in choices]
+    """For each place the first of its choices that no other place and not the base has."""
+    counts = [Counter([*choice, BASE]) for choice in choices]
     return [
         next((label for label, count in zip(labels, counts, strict=True) if count[label] == 1), labels[-1])
         for labels in zip(*choices, strict=True)
@@ -165,15 +168,9 @@ def run(task: Task) -> list[str]:
     Raises:
       UserError: a checkpoint that cannot be read or is of another architecture than the base; as the training job.
     """
-    import jax
-
-    from nca_jax.analysis import gradients, representations, updates
-    from nca_jax.analysis.common import Checkpoint, open_subject
-    from nca_jax.stored_model import find_model
-
     if "updates" in task.studies and jax.process_count() > 1:
         raise UserError("updates reads files on one host; give --studies=representations,gradients to this job.")
-    base = Checkpoint("base", task.base, find_model(task.base))
+    base = Checkpoint(BASE, task.base, find_model(task.base))
     if base.model.state is not None:
         raise UserError(f"{task.base} is a workdir; give the model that training began with as --base.")
     trained, looked_at = [], []
@@ -198,7 +195,7 @@ def run(task: Task) -> list[str]:
         else:
             finding = updates.study(base.model, trained)
         sentences.append(finding.sentence)
-        if jax.process_index() == 0:
+        if processes.is_first():
             everything = [base, *trained, *(c for c in looked_at if c.model not in [t.model for t in trained])]
             items = subject.items if subject else None
             about = {"checkpoints": _described(everything), "items": items, "command": task.command}
@@ -207,28 +204,25 @@ def run(task: Task) -> list[str]:
     return sentences
 
 
-def _described(checkpoints) -> list[dict[str, str | int | None]]:
+def _described(checkpoints: Sequence[Checkpoint]) -> list[dict[str, str | int | None]]:
     return [{"label": c.label, "path": c.path, "step": c.model.step} for c in checkpoints]
 
 
-def _keep(output: epath.Path, name: str, finding, of_study: dict[str, Any], about: dict[str, Any]) -> None:
+def _keep(output: epath.Path, name: str, finding: Finding, of_study: dict[str, Any], about: dict[str, Any]) -> None:
     """Writes what a study has found; analysis.json, which comes last, keeps what it says of the others.
 
     Args:
       output: the directory.
       name: of the study.
-      finding: a `common.Finding`.
+      finding: of it.
       of_study: checkpoints, items and command of this study, since others may be of another command.
       about: the same of the whole command.
     """
-    from nca_jax.analysis.common import as_csv
-    from nca_jax.plotting import save
-
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / f"{name}.csv", as_csv(finding.rows))
     save(finding.figure, output / f"{name}.png")
     path = output / "analysis.json"
-    found = {study["name"]: study for study in read_json(path)["studies"]} if path.exists() else {}
+    found = {study["name"]: study for study in read_json(path).get("studies", [])} if path.exists() else {}
     files = {"figure": f"{name}.png", "csv": f"{name}.csv"}
     found[name] = {"name": name, "title": finding.title, "sentence": finding.sentence, **files, **of_study}
     write_json(path, {"studies": [found[study] for study in STUDIES if study in found], **about})
@@ -239,8 +233,6 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     try:
         task = read_task(arguments)
-        from nca_jax import memory, processes  # jax is imported only once the command line is right
-
         processes.join()
         sentences = run(task)
     except UserError as error:

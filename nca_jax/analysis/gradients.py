@@ -153,7 +153,8 @@ def measure(subject: Subject, checkpoints: Sequence[Checkpoint], teacher: Stored
         for name, objective in objectives.items()
     }
     products = make_products(subject.arch, mesh)
-    f = _as_teacher(teacher_graph, teacher, settings.dtype(config.teacher.dtype), mesh, subject.with_context)
+    f_params = teacher.load(settings.dtype(config.teacher.dtype), params_sharding(mesh, teacher.arch))
+    f = Teacher(f_params, _encoded(teacher_graph, f_params, subject.with_context))
     measured = []
     with tqdm(total=len(checkpoints) * len(TERMS), desc="gradients", unit="gradient", disable=None) as progress:
         for checkpoint in checkpoints:
@@ -161,7 +162,7 @@ def measure(subject: Subject, checkpoints: Sequence[Checkpoint], teacher: Stored
             response_ExR, mask_ExR = respond(subject, subject.answering.layout(params), config.rollout)
             batch = _batch(subject, response_ExR, mask_ExR, parts * size)
             student = Teacher(params, _encoded(graph, params, subject.no_context))
-            state = TrainState(jnp.int32(0), params, None)
+            state = TrainState(np.int32(0), params, None)
             gradients: dict[str, Params] = {}
             value = {}
             for name in TERMS:
@@ -178,11 +179,6 @@ def measure(subject: Subject, checkpoints: Sequence[Checkpoint], teacher: Stored
             measured.append(Pull(value, product))
             del params, student, state, gradients  # before the next one is loaded
     return measured
-
-
-def _as_teacher(graph: nnx.GraphDef, model: StoredModel, dtype: jnp.dtype, mesh: Mesh, view: PackedView) -> Teacher:
-    params = model.load(dtype, params_sharding(mesh, model.arch))
-    return Teacher(params, _encoded(graph, params, view))
 
 
 @partial(jax.jit, static_argnames="graph")
@@ -210,7 +206,7 @@ def _batch(subject: Subject, response_ExR: np.ndarray, mask_ExR: np.ndarray, row
 
 
 def study(subject: Subject, checkpoints: Sequence[Checkpoint], teacher: StoredModel) -> Finding:
-    """The cosines of the terms' gradients at each checkpoint, whole, by layer and by module; arguments as `measure`."""
+    """The cosines of the terms' gradients at each checkpoint, their norms and the terms' values; args as `measure`."""
     pulls = dict(zip((c.label for c in checkpoints), measure(subject, checkpoints, teacher), strict=True))
     rows = []
     for label, pull in pulls.items():

@@ -1,8 +1,8 @@
 """How alike the hidden states of the two views are, layer by layer, at the tokens of a response.
 
 A model that has taken in its context computes the same with the context and without. Compared are the residual stream
-after each layer, and the final hidden states, at the positions that predict the tokens of a response which the model
-itself drew without the context. After the embedding the views are equal, and that is left out.
+after each layer, and the final hidden states, at the positions that predict the tokens of a response. Each model draws
+its own responses without the context, as in evaluation. After the embedding the views are equal, and that is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,12 +47,11 @@ class Sequences(NamedTuple):
 
 def lay_out(view: PackedView, response_BxR: np.ndarray, mask_BxR: np.ndarray) -> Sequences:
     """The rows of a view with the response after each prompt; the shared prefix is not in them."""
-    P, R = view.prompt_ExP.shape[1], response_BxR.shape[1]
+    R = response_BxR.shape[1]
     token_BxT = np.pad(view.prompt_ExP, ((0, 0), (0, R)))
     for token_T, start, response_R, mask_R in zip(token_BxT, view.prompt_length_E, response_BxR, mask_BxR, strict=True):
         token_T[start : start + mask_R.sum()] = response_R[mask_R]
-    predicts_BxR = np.minimum(view.prompt_length_E[:, None] - 1 + np.arange(R), P + R - 1)
-    return Sequences(token_BxT, predicts_BxR)
+    return Sequences(token_BxT, view.prompt_length_E[:, None] - 1 + np.arange(R))
 
 
 def make_cosines(graph: nnx.GraphDef) -> Callable[..., jax.Array]:

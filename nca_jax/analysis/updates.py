@@ -21,7 +21,7 @@ from nca_jax.analysis.common import ALL, MODULES, Checkpoint, Finding, Group, in
 from nca_jax.files import absolute
 from nca_jax.models.decoder import parameter_count, weight_table
 from nca_jax.models.layers import is_stacked, piece_names
-from nca_jax.models.orbax_params import ORBAX_PARAMS
+from nca_jax.models.orbax_params import ORBAX_PARAMS, check_pieces
 from nca_jax.plotting import legend, new_figure, series, title
 from nca_jax.stored_model import StoredModel
 
@@ -37,6 +37,9 @@ def readers(models: Sequence[StoredModel]) -> tuple[list[Reader], bool]:
 
     They are asked together, in one order. If some models are stored by layer and others by weight, the former are read
     out of their order, which takes a request more for each array and no more memory.
+
+    Raises:
+      UserError: as `StoredModel.reader`.
     """
     found = [model.reader() for model in models]
     by_layer = all(of_layers for _, of_layers in found)
@@ -47,8 +50,9 @@ def readers(models: Sequence[StoredModel]) -> tuple[list[Reader], bool]:
 
 
 def _in_any_order(model: StoredModel) -> Reader:
-    """Single arrays of an imported model; that it holds them was checked when its own reader was opened."""
+    """Single arrays of an imported model."""
     directory = absolute(epath.Path(model.directory) / ORBAX_PARAMS)
+    check_pieces(directory, model.arch)
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def read(name: str, layer: int | None) -> np.ndarray:

@@ -113,6 +113,13 @@ def test_what_was_not_asked_for_stays(base, tmp_path, capsys):
     assert [c["label"] for c in found["checkpoints"]] == ["base", "trained"]
 
 
+def test_a_checkpoint_cannot_be_taken_for_the_base(base, tmp_path, capsys):
+    path = write_base(tmp_path / "base")
+    config = f"--config={Path(__file__).parents[2] / 'configs/conventions.py'}"
+    code, printed = run(capsys, config, f"--base={base}", "--studies=updates", path, f"--output={tmp_path / 'out'}")
+    assert code == 0 and f"{path} has the base's weights" in printed
+
+
 def test_runs_that_are_alike_are_told_apart(base, tmp_path, capsys):
     params = moved(base, 1)
     seeds = [

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tiny_runs import ARCH, moved, moved_tensors, tiny_config, write_base, write
 from nca_jax import convert
 from nca_jax.analysis import updates
 from nca_jax.analysis.common import ALL, OUTSIDE, Checkpoint, as_csv
+from nca_jax.errors import UserError
 from nca_jax.models.huggingface import load_params
 from nca_jax.plotting import save
 from nca_jax.stored_model import find_model
@@ -106,6 +108,15 @@ def test_checkpoints_of_every_kind_are_read_beside_each_other(base, two, tmp_pat
         found = updates.measure(first, [Checkpoint("", "", model) for model in others])
         for name, products in expected.items():
             np.testing.assert_allclose(found[name], products, rtol=1e-12, err_msg=name)
+
+
+def test_an_imported_model_of_other_weights_is_refused(base, two, tmp_path):
+    assert convert.main(["import", f"--source={two[0]}", f"--output={tmp_path / 'imported'}"]) == 0
+    config = json.loads((tmp_path / "imported/config.json").read_text())
+    (tmp_path / "imported/config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    imported = checkpoint(tmp_path / "imported")
+    with pytest.raises(UserError, match="does not hold the weights"):
+        updates.readers([find_model(str(base)), imported.model])
 
 
 def test_blocks_change_nothing(base, two, monkeypatch):
