@@ -20,6 +20,7 @@ from nca_jax.plotting import legend_below, new_figure, series, title
 
 _WIDTH, _HEIGHT = 4.6, 3.1  # inches: legible on a phone, and two beside each other on a desk
 _MOST_POINTS = 400  # of a curve of steps that a figure can show
+_MISHAPS = ("truncated", "no_answer")
 _LOGARITHMIC = 20  # ratio of largest to smallest value from which a scale is logarithmic
 _PER_CENT = PercentFormatter(1.0, symbol=" %")
 # What a reader of any of the curves has to know.
@@ -219,7 +220,10 @@ def step_curves(runs: Sequence[RunData]) -> list[NamedFigure]:
 def _over_steps(
     runs: Sequence[RunData], name: str, headline: str, lines: Sequence[_Line], per_cent: bool = True, note: str = ""
 ) -> NamedFigure | None:
-    """A quantity of every group of seeds over the steps of evaluations; None where it is unknown or 0 throughout."""
+    """A quantity of every group of seeds over the steps of evaluations.
+
+    None where it is unknown, and where it is 0 throughout and that is nothing to look at: a share of mishaps.
+    """
     figure, axes = new_figure(_WIDTH, _HEIGHT)
     values, steps = set(), set()
     for line in lines:
@@ -232,7 +236,7 @@ def _over_steps(
             courses = [course for course in known if course]
             values |= {estimate.value for course in courses for estimate in course.values()}
             _draw_group(axes, courses, style)
-    if not values - {0.0}:
+    if not (values - {0.0} if name in _MISHAPS else values):
         return None
     if per_cent:
         axes.yaxis.set_major_formatter(_PER_CENT)

@@ -112,7 +112,7 @@ def games() -> list[GameResult]:
 
 
 ENVIRONMENT = {
-    "command": ["python -m nca_jax.main", "--config=configs/conventions.py", "--workdir=runs/a run"],
+    "command": ["python", "-m", "nca_jax.main", "--config=configs/conventions.py", "--workdir=runs/a run"],
     "started": "2026-11-30T17:00:00+00:00",
     "python": "3.11.9",
     "platform": "Linux",

@@ -198,9 +198,8 @@ def _description(source: Source) -> dict[str, Any]:
         facts.append(("model before training", config["model"]["source"]))
     if environment:
         devices = environment["devices"]
-        command, *arguments = environment["command"]
         facts += [
-            ("command", " ".join([command, shlex.join(arguments)])),
+            ("command", shlex.join(environment["command"])),
             ("started", environment["started"]),
             ("devices", f"{devices['count']} × {devices['kind']}, processes: {devices['processes']}"),
             ("platform", environment["platform"]),

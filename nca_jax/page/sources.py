@@ -12,7 +12,7 @@ from nca_jax import settings
 from nca_jax.errors import UserError
 from nca_jax.figures import RunData
 from nca_jax.files import read_json
-from nca_jax.items import OTHER_TASK, WITH_CONTEXT, read_items
+from nca_jax.items import WITH_CONTEXT, evaluation_path, evaluation_steps, read_items
 from nca_jax.metrics import Lines
 
 # What a line says beyond its figures; a page shows the texts of the last evaluation only.
@@ -115,11 +115,8 @@ def _read(path: epath.Path) -> Source:
 def _read_run(path: epath.Path) -> Source:
     kept = ("config.json", "context.json", "environment.json", "metrics.jsonl")
     names = [name for name in kept if (path / name).exists()]
-    evaluations = {}
-    files = sorted((path / "evaluations").glob("step_*.jsonl")) if (path / "evaluations").is_dir() else []
-    for file in files:
-        evaluations[int(file.stem.removeprefix("step_"))] = _current(read_items(file))
-    for step in sorted(evaluations)[:-1]:
+    evaluations = {step: read_items(evaluation_path(path, step)) for step in evaluation_steps(path)}
+    for step in list(evaluations)[:-1]:
         evaluations[step] = [{k: v for k, v in line.items() if k not in _TEXTS} for line in evaluations[step]]
     steps = [record for record in _records(path / "metrics.jsonl") if "loss" in record]
     if not steps and not any(evaluations.values()):
@@ -133,7 +130,7 @@ def _read_run(path: epath.Path) -> Source:
     contexts = {WITH_CONTEXT: _context(path / "context.json")} if "context.json" in names else {}
     method, identity = _method_and_identity(config, path)
     run = RunData(str(path), "", "", method, steps, evaluations, config)
-    names += [f"evaluations/ ({len(files)} files)"] if files else []
+    names += [f"evaluations/ ({len(evaluations)} files)"] if evaluations else []
     environment = read_json(path / "environment.json") if "environment.json" in names else {}
     return Source(path, run, identity, contexts, environment, None, None, True, names)
 
@@ -144,7 +141,7 @@ def _read_evaluation(path: epath.Path) -> Source:
     if not (path / "summary.json").exists():
         raise UserError(f"the evaluation in {path} is not finished; give nca_jax.evaluate its command again to go on.")
     about = read_json(path / "evaluation.json")
-    lines = _current(read_items(path / "items.jsonl"))
+    lines = read_items(path / "items.jsonl")
     if not lines:
         raise UserError(f"{path / 'items.jsonl'} is empty; evaluate again.")
     try:
@@ -183,13 +180,6 @@ def _records(path: epath.Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
     except ValueError as error:
         raise UserError(f"{path} does not hold a JSON record a line ({error}); copy the file again.") from error
-
-
-def _current(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of before there was `expected` called the view of another task's context "irrelevant"."""
-    if any("expected" in line for line in lines):
-        return lines
-    return [line | {"view": OTHER_TASK} if line["view"] == "irrelevant" else line for line in lines]
 
 
 def _method_and_identity(config: Mapping[str, Any], path: epath.Path) -> tuple[str, dict[str, Any]]:
