@@ -102,7 +102,7 @@ def get_config() -> ConfigDict:
     config.evaluation.batch_size = 32  # rows sampled at once
     config.evaluation.contexts = ()  # also tried: names that the domain knows, of domains/variants.py, or files
     config.evaluation.samples = 1  # responses of each item in each view
-    config.evaluation.divergence = True  # KL(q_x || q_view) on the response without a context, of each further view
+    config.evaluation.divergence = "with_context"  # none | with_context | all: KL of views on the same tokens
     config.evaluation.max_items = 500  # held-out items [C]
     config.evaluation.temperature = 1.0  # [C]; 0 is greedy
     config.evaluation.top_p = 0.95  # [C]

@@ -21,7 +21,7 @@ from nca_jax.models.layers import is_stacked, layer_sharding
 from nca_jax.rollout import Rollout, make_sampler
 from nca_jax.sharding import batch_sharding, like_params, make_decode_mesh, params_sharding
 from nca_jax.train_step import Batch, Objective, Retained, Teacher, TrainState, View, make_train_step, shared_prefix
-from nca_jax.view_divergence import make_view_divergence
+from nca_jax.view_divergence import ViewDivergence, make_view_divergence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Answering:
     sharding: dict[str, NamedSharding]
     layout: Callable[[Params], Params]
     encode: Callable[[Params, jax.Array], list[Past]]
-    divergence: Callable[..., jax.Array]
+    divergence: ViewDivergence
     sampler: Callable[[int], Callable[..., Rollout]]
 
 

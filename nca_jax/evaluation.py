@@ -49,7 +49,8 @@ def make_evaluator(
     shared = {
         "domain": domain,
         "probes": {NO_CONTEXT: None, **{probe.name: probe for probe in probes}},
-        "divergence": answering.divergence if settings.divergence else None,
+        "divergence": answering.divergence,
+        "compared": {"none": (), "with_context": (WITH_CONTEXT,), "all": [p.name for p in probes]}[settings.divergence],
         "samples": settings.samples,
         "seed": config.seed,
     }

@@ -1,7 +1,7 @@
 """Paired evaluation: the same items and seeds in every view, a batch of items at a time."""
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from nca_jax.items import NO_CONTEXT, ItemResult
 from nca_jax.models.decoder import Params, Past
 from nca_jax.rollout import Rollout, Sampling, example_keys
 from nca_jax.train_step import View
+from nca_jax.view_divergence import ViewDivergence
 
 Results = dict[str, list[ItemResult]]
 
@@ -71,7 +72,6 @@ class PairedEvaluator(abc.ABC):
                 results[name] += items
         return results
 
-    @abc.abstractmethod
     def part(
         self,
         params: Params,
@@ -80,6 +80,12 @@ class PairedEvaluator(abc.ABC):
         before: Callable[[str], None] = lambda view: None,
     ) -> Iterator[tuple[str, list[ItemResult]]]:
         """The results of one part in one view after the other; arguments as `__call__`."""
+        return self._part(params, part, views or self.views, before)
+
+    @abc.abstractmethod
+    def _part(
+        self, params: Params, part: Part, views: Sequence[str], before: Callable[[str], None]
+    ) -> Iterator[tuple[str, list[ItemResult]]]: ...
 
     def _expected(self, view: str, example: Example) -> str:
         probe = self._probes[view]
@@ -92,7 +98,8 @@ class Evaluator(PairedEvaluator):
     Args:
       sample: from `rollout.make_sampler`.
       encode: jitted (params, prefix_C) -> list with the prefix's keys and values.
-      divergence: from `view_divergence.make_view_divergence`; None: it is not measured.
+      divergence: from `view_divergence.make_view_divergence`.
+      compared: the views whose divergence from the no-context view is measured.
       decode: response ids, EOS included -> text without special tokens.
       domain: scores the view without a context.
       examples, views: the items, and their prompts in each view.
@@ -107,7 +114,8 @@ class Evaluator(PairedEvaluator):
         *,
         sample: Callable[..., Rollout],
         encode: Callable[[Params, jax.Array], list[Past]],
-        divergence: Callable[..., jax.Array] | None,
+        divergence: ViewDivergence,
+        compared: Collection[str],
         decode: Callable[[Sequence[int]], str],
         domain: Domain,
         examples: Sequence[Example],
@@ -119,22 +127,20 @@ class Evaluator(PairedEvaluator):
         sampling: Sampling,
     ):
         super().__init__(probes, examples, batch_size, samples)
-        self._sample, self._encode, self._divergence, self._decode = sample, encode, divergence, decode
+        self._sample, self._encode, self._decode = sample, encode, decode
+        self._divergence, self._compared = divergence, compared
         self._domain, self._packed, self._seed, self._sampling = domain, views, seed, sampling
 
-    def part(
-        self,
-        params: Params,
-        part: Part,
-        views: Sequence[str] | None = None,
-        before: Callable[[str], None] = lambda view: None,
+    def _part(
+        self, params: Params, part: Part, views: Sequence[str], before: Callable[[str], None]
     ) -> Iterator[tuple[str, list[ItemResult]]]:
         # Rows past the end repeat the last item and are inactive: same shapes, and nothing of them is counted.
         item = np.arange(part.items.start, part.items.start + self._batch_size)
         active, index = item < part.items.stop, np.minimum(item, part.items.stop - 1)
         keys = example_keys(self._seed, part.sample, jnp.asarray(item))
-        without: tuple[View, list[Past], Rollout] | None = None
-        for name in views or self.views:
+        # Of the view without a context: what predicts its response, and the response.
+        without: tuple[jax.Array, Rollout] | None = None
+        for name in views:
             before(name)
             rows = self._packed[name].rows(index)
             view = View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
@@ -143,23 +149,18 @@ class Evaluator(PairedEvaluator):
                 self._sample(params, prefix, view.prompt_BxP, view.prompt_length_B, active, keys, self._sampling)
             )
             divergence: list[float | None] = [None] * len(part.items)
-            if name == NO_CONTEXT:
-                without = (view, prefix, rollout)
-            elif without and self._divergence:
-                view_x, prefix_x, drawn = without
-                nats_BxR = jax.device_get(
-                    self._divergence(params, (view_x, view), (prefix_x, prefix), drawn.response_BxR, drawn.mask_BxR)
-                )
-                divergence = [
-                    mean_or_none(nats_R[mask_R]) for nats_R, mask_R in zip(nats_BxR, drawn.mask_BxR, strict=True)
-                ]
-            yield (
-                name,
-                [
-                    self._result(name, part.sample, self._examples[i], rollout, row, divergence[row])
-                    for row, i in enumerate(part.items)
-                ],
-            )
+            if name == NO_CONTEXT and self._compared:
+                without = self._divergence.hidden(params, view, prefix, rollout.response_BxR), rollout
+            elif without and name in self._compared:
+                x_BxRxD, drawn = without
+                c_BxRxD = self._divergence.hidden(params, view, prefix, drawn.response_BxR)
+                nats_BxR = jax.device_get(self._divergence.compare(params, x_BxRxD, c_BxRxD, drawn.mask_BxR))
+                divergence = [mean_or_none(row[mask]) for row, mask in zip(nats_BxR, drawn.mask_BxR, strict=True)]
+            results = [
+                self._result(name, part.sample, self._examples[i], rollout, row, divergence[row])
+                for row, i in enumerate(part.items)
+            ]
+            yield name, results
 
     def _result(self, view: str, sample: int, example: Example, rollout: Rollout, row: int, divergence) -> ItemResult:
         text = self._decode(rollout.response_BxR[row][rollout.mask_BxR[row]])

@@ -1,6 +1,6 @@
 """Paired evaluation of games: every view plays the same ones."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from nca_jax.models.decoder import Params
 from nca_jax.multi_turn import Player, TurnTokens, transcript
 from nca_jax.rollout import example_keys
 from nca_jax.train_step import View
+from nca_jax.view_divergence import ViewDivergence
 
 
 class GameEvaluator(PairedEvaluator):
@@ -23,7 +24,7 @@ class GameEvaluator(PairedEvaluator):
       players: view name -> who plays.
       domain: of the games.
       examples: the games.
-      divergence: as in Evaluator, over all turns of a game.
+      divergence, compared: as in Evaluator, over all turns of a game.
       batch_size, samples, probes: as in PairedEvaluator.
       seed: with `rollout.example_keys`, the same keys in every view and at every step.
     """
@@ -32,7 +33,8 @@ class GameEvaluator(PairedEvaluator):
         self,
         *,
         players: Mapping[str, Player],
-        divergence: Callable[..., jax.Array] | None,
+        divergence: ViewDivergence,
+        compared: Collection[str],
         domain: Domain,
         examples: Sequence[Example],
         probes: Mapping[str, Probe | None],
@@ -41,19 +43,16 @@ class GameEvaluator(PairedEvaluator):
         seed: int,
     ):
         super().__init__(probes, examples, batch_size, samples)
-        self._players, self._divergence, self._domain, self._seed = players, divergence, domain, seed
+        self._players, self._domain, self._seed = players, domain, seed
+        self._divergence, self._compared = divergence, compared
 
-    def part(
-        self,
-        params: Params,
-        part: Part,
-        views: Sequence[str] | None = None,
-        before: Callable[[str], None] = lambda view: None,
+    def _part(
+        self, params: Params, part: Part, views: Sequence[str], before: Callable[[str], None]
     ) -> Iterator[tuple[str, list[ItemResult]]]:
         examples = [self._examples[i] for i in part.items]
         keys = example_keys(self._seed, part.sample, jnp.asarray(part.items))
         played: list[TurnTokens] = []  # without a context
-        for name in views or self.views:
+        for name in views:
             before(name)
             player, probe = self._players[name], self._probes[name]
             if probe and not probe.plays:
@@ -63,38 +62,36 @@ class GameEvaluator(PairedEvaluator):
             divergence: list[float | None] = [None] * len(examples)
             if name == NO_CONTEXT:
                 played = turns
-            elif played and self._divergence:
+            elif played and name in self._compared:
                 divergence = self._game_divergence(params, played, examples, player)
-            yield (
-                name,
-                [
-                    GameResult(
-                        id=example.id,
-                        view=name,
-                        prompt=example.prompt,
-                        response=transcript(episode),
-                        answer=episode.ending,
-                        correct=episode.won,
-                        length=sum(int(turn.mask_R.sum()) for turn in turns if turn.game == i),
-                        truncated=any(turn.truncated for turn in turns if turn.game == i),
-                        sample=part.sample,
-                        expected=example.answer,
-                        group=example.group,
-                        divergence=divergence[i],
-                        turns=[
-                            {
-                                "number": turn.number,
-                                "response": turn.response,
-                                "action": turn.action,
-                                "valid": turn.valid,
-                                "board": turn.board_after,
-                            }
-                            for turn in episode.turns
-                        ],
-                    )
-                    for i, (example, episode) in enumerate(zip(examples, episodes, strict=True))
-                ],
-            )
+            results = [
+                GameResult(
+                    id=example.id,
+                    view=name,
+                    prompt=example.prompt,
+                    response=transcript(episode),
+                    answer=episode.ending,
+                    correct=episode.won,
+                    length=sum(int(turn.mask_R.sum()) for turn in turns if turn.game == i),
+                    truncated=any(turn.truncated for turn in turns if turn.game == i),
+                    sample=part.sample,
+                    expected=example.answer,
+                    group=example.group,
+                    divergence=divergence[i],
+                    turns=[
+                        {
+                            "number": turn.number,
+                            "response": turn.response,
+                            "action": turn.action,
+                            "valid": turn.valid,
+                            "board": turn.board_after,
+                        }
+                        for turn in episode.turns
+                    ],
+                )
+                for i, (example, episode) in enumerate(zip(examples, episodes, strict=True))
+            ]
+            yield name, results
 
     def _asked_once(
         self, params: Params, view: str, sample: int, examples: Sequence[Example], keys: jax.Array
@@ -138,9 +135,14 @@ class GameEvaluator(PairedEvaluator):
         )
         of_game: list[list[np.ndarray]] = [[] for _ in examples]
         for row_N, active_N in player.batches(len(turns)):
-            rows = [View(v.prefix_C, v.prompt_BxP[row_N], v.prompt_length_B[row_N]) for v in views]
+            x_BxRxD, c_BxRxD = (
+                self._divergence.hidden(
+                    params, View(v.prefix_C, v.prompt_BxP[row_N], v.prompt_length_B[row_N]), prefix, response_NxR[row_N]
+                )
+                for v, prefix in zip(views, prefixes, strict=True)
+            )
             mask = mask_NxR[row_N] & active_N[:, None]
-            nats = jax.device_get(self._divergence(params, rows, prefixes, response_NxR[row_N], mask))
+            nats = jax.device_get(self._divergence.compare(params, x_BxRxD, c_BxRxD, mask))
             for row in np.flatnonzero(active_N):
                 of_game[turns[row_N[row]].game].append(nats[row][mask[row]])
         return [mean_or_none(np.concatenate(values)) for values in of_game]

@@ -27,6 +27,7 @@ _CHOICES = {
     "teacher.kind": ("frozen", "live", "ema"),
     "rollout.policy": ("student", "teacher"),
     "evaluation.split": ("validation", "test"),
+    "evaluation.divergence": ("none", "with_context", "all"),
     "loss.divergence": ("reverse_kl", "forward_kl", "symmetric_kl", "jsd", "nll"),
     "loss.support": ("full", "student_top_k", "teacher_top_k"),
     "loss.tail": ("none", "renormalize", "bucket"),

@@ -123,12 +123,9 @@ class Sight(NamedTuple):
     response_BxR: jax.Array
 
 
-def response_hidden(model: Decoder, sights: Sequence[Sight]) -> list[jax.Array]:
-    """Final hidden states that predict each response token, [B, R, D] of each view; one run through the layers.
-
-    A view is laid out without gaps, prompt then response then padding, so that causal attention needs no mask. Token r
-    of the response is predicted at the position before it: prompt_length - 1 + r.
-    """
+def response_streams(sights: Sequence[Sight]) -> list[Stream]:
+    """The rows of each view as the decoder takes them: without gaps, prompt then response then padding, so that causal
+    attention needs no mask."""
     streams = []
     for view, prefix, response_BxR in sights:
         R = response_BxR.shape[1]
@@ -138,14 +135,22 @@ def response_hidden(model: Decoder, sights: Sequence[Sight]) -> list[jax.Array]:
         response_BxT = jnp.take_along_axis(response_BxR, jnp.clip(from_response_BxT, 0, R - 1), axis=1)
         token_BxT = jnp.where(from_response_BxT < 0, prompt_BxT, response_BxT)
         streams.append(Stream(token_BxT, view.prefix_C.shape[0] + jnp.arange(T)[None], prefix))
-    return [
-        jnp.take_along_axis(
-            hidden_BxTxD,
-            (view.prompt_length_B[:, None] - 1 + jnp.arange(response_BxR.shape[1]))[..., None],
-            axis=1,
-        )
-        for (hidden_BxTxD, _), (view, _, response_BxR) in zip(model.together(streams), sights, strict=True)
-    ]
+    return streams
+
+
+def at_response(hidden_BxTxD: jax.Array, sight: Sight) -> jax.Array:
+    """Of the hidden states of a view's rows those that predict each response token, [B, R, D].
+
+    Token r of the response is predicted at the position before it: prompt_length - 1 + r.
+    """
+    index_BxR = sight.view.prompt_length_B[:, None] - 1 + jnp.arange(sight.response_BxR.shape[1])
+    return jnp.take_along_axis(hidden_BxTxD, index_BxR[..., None], axis=1)
+
+
+def response_hidden(model: Decoder, sights: Sequence[Sight]) -> list[jax.Array]:
+    """Final hidden states that predict each response token, [B, R, D] of each view; one run through the layers."""
+    outputs = model.together(response_streams(sights))
+    return [at_response(hidden_BxTxD, sight) for (hidden_BxTxD, _), sight in zip(outputs, sights, strict=True)]
 
 
 def shared_prefixes(model: Decoder, views: Mapping[str, View]) -> dict[str, list[Past]]:

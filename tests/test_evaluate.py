@@ -17,6 +17,7 @@ RUN = SHORT_RUN | {
     "evaluation.every": 3,
     "evaluation.temperature": 0.7,
     "evaluation.samples": 2,
+    "evaluation.divergence": "all",
     "checkpoint.every": 3,
     "export.huggingface": True,
     "export.dtype": "float32",

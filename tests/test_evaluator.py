@@ -10,6 +10,7 @@ from nca_jax.evaluation import summarise
 from nca_jax.evaluator import Evaluator, Part
 from nca_jax.items import ItemResult
 from nca_jax.rollout import Rollout, Sampling, example_keys
+from nca_jax.view_divergence import ViewDivergence
 
 EOS, R = 0, 4
 # Seven items; the prompt of item i is its token, and the fake model answers with it, or in one view with another.
@@ -40,13 +41,14 @@ class FakeDomain:
         return Score(text == example.answer, text)
 
 
-def divergence(params, views, prefixes, response_BxR, mask_BxR):
-    """What it is given, in digits: prefixes of both views, and the position where the response is read."""
-    x, c = prefixes
-    return np.where(mask_BxR, 10.0 * x + c + np.arange(R) / 10, np.nan)
+# What was compared, in digits: prefixes of both views, and the position where the response is read.
+DIVERGENCE = ViewDivergence(
+    hidden=lambda params, view, prefix, response_BxR: prefix,
+    compare=lambda params, x, c, mask_BxR: np.where(mask_BxR, 10.0 * x + c + np.arange(R) / 10, np.nan),
+)
 
 
-def evaluator(sample, batch_size: int, names=("no_context", "with_context"), samples=1, compare=None) -> Evaluator:
+def evaluator(sample, batch_size: int, names=("no_context", "with_context"), samples=1, compared=()) -> Evaluator:
     """Views whose shared prefix is token 1, 2, …; the items have prompts of two lengths."""
     prompts = [[9] * (i % 2) + [token] for i, token in enumerate(TOKENS)]
     domain = FakeDomain()
@@ -54,7 +56,8 @@ def evaluator(sample, batch_size: int, names=("no_context", "with_context"), sam
     return Evaluator(
         sample=sample,
         encode=lambda params, prefix_C: int(prefix_C[0]),
-        divergence=compare,
+        divergence=DIVERGENCE,
+        compared=compared,
         decode=lambda ids: "".join("." if i == EOS else str(i - TOKENS[0]) for i in ids),
         domain=domain,
         examples=EXAMPLES,
@@ -123,11 +126,15 @@ def test_further_samples_have_keys_of_their_own():
 
 
 def test_divergence_is_the_mean_over_the_tokens_of_the_response_without_a_context():
-    results = evaluator(FakeSampler(), 4, ("no_context", "with_context", "other"), compare=divergence)({})
+    views = ("no_context", "with_context", "other")
+    results = evaluator(FakeSampler(), 4, views, compared=views[1:])({})
     assert {r.divergence for r in results["no_context"]} == {None}
     # Two tokens each: 12.0 and 12.1; 13.0 and 13.1.
     np.testing.assert_allclose([r.divergence for r in results["with_context"]], [12.05] * 7)
     np.testing.assert_allclose([r.divergence for r in results["other"]], [13.05] * 7)
+    one = evaluator(FakeSampler(), 4, views, compared=["with_context"])({})
+    assert one["with_context"] == results["with_context"]
+    assert {r.divergence for r in one["other"]} == {None}
 
 
 def test_some_views_only_and_parts_one_by_one_give_the_same():

@@ -15,6 +15,7 @@ from nca_jax.game_evaluator import GameEvaluator
 from nca_jax.items import GameResult
 from nca_jax.multi_turn import TurnTokens
 from nca_jax.rollout import example_keys
+from nca_jax.view_divergence import ViewDivergence
 
 R = 3
 EXAMPLES = [Example(f"game {i}", f"board {i}", "won") for i in range(3)]
@@ -57,14 +58,19 @@ class FakePlayer:
         return [(np.array([7, 8, 9]), np.array([True, True, False]), False) for _ in prompts]
 
 
-def divergence(params, views, prefixes, response_BxR, mask_BxR):
-    """Digits that say what was compared: prefixes, game and turn as the prompts say, the response's own token."""
-    x, c = views
-    np.testing.assert_array_equal(x.prompt_BxP, c.prompt_BxP)
-    turn_B = 10 * x.prompt_BxP[:, 0] + x.prompt_BxP[:, 1]
+def hidden(params, view, prefix, response_BxR):
+    """(prefix, game and turn as the prompt says)."""
+    turn_B = 10 * view.prompt_BxP[:, 0] + view.prompt_BxP[:, 1]
     np.testing.assert_array_equal(response_BxR[:, 0], turn_B)
-    assert (x.prefix_C.tolist(), c.prefix_C.tolist()) == ([prefixes[0][0]], [prefixes[1][0]])
-    return np.where(mask_BxR, 100 * prefixes[1][0] + turn_B[:, None] + np.arange(R) / 10, np.nan)
+    assert view.prefix_C.tolist() == prefix
+    return prefix[0], turn_B
+
+
+def compare(params, x, c, mask_BxR):
+    """Digits that say what was compared: the context's prefix, game, turn, and position in the response."""
+    np.testing.assert_array_equal(x[1], c[1])
+    assert x[0] == 1
+    return np.where(mask_BxR, 100 * c[0] + c[1][:, None] + np.arange(R) / 10, np.nan)
 
 
 def evaluator(batch_size: int):
@@ -74,7 +80,8 @@ def evaluator(batch_size: int):
     players = {name: FakePlayer(i + 1, i == 1) for i, name in enumerate(probes)}
     built = GameEvaluator(
         players=players,
-        divergence=divergence,
+        divergence=ViewDivergence(hidden, compare),
+        compared=["with_context"],
         domain=domain,
         examples=EXAMPLES,
         probes=probes,
@@ -134,6 +141,7 @@ def test_the_command_plays_games_in_all_views(tmp_path, monkeypatch):
         "domain.settings.test_boards": 3,
         "rollout.max_new_tokens": 3,
         "evaluation.max_items": 3,
+        "evaluation.divergence": "all",
     }
     arguments = ["--checkpoint=tiny_llama3", "--config=configs/sokoban.py:tiny", f"--output={tmp_path}"]
     arguments += ["--contexts=paraphrased,other_task", *[f"--config.{k}={v}" for k, v in flags.items()]]

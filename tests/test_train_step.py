@@ -21,11 +21,14 @@ from nca_jax.train_step import (
     Batch,
     Objective,
     Retained,
+    Sight,
     Teacher,
     TrainState,
     View,
+    at_response,
     make_loss_and_gradient,
     make_train_step,
+    response_streams,
     shared_prefix,
 )
 from nca_jax.vocab_loss import AnchorTerm, Terms
@@ -196,6 +199,18 @@ def test_micro_batches_without_a_token_are_not_computed(student, teacher_params)
         np.testing.assert_allclose(skipped[name], gradient[name], rtol=1e-5, atol=1e-7, err_msg=name)
     _, computed, _ = mean_loss_and_gradient(objective, params, teacher, padded, accumulation=1)
     assert np.isnan(computed["query"]).any(), "in one piece they are computed"
+
+
+def test_a_row_is_prompt_response_padding():
+    view = View(np.array([9]), np.array([[1, 2, 0], [3, 0, 0]]), np.array([2, 1]))
+    sight = Sight(view, [], np.array([[5, 6], [7, 8]]))
+    (stream,) = response_streams([sight])
+    # What follows a response that has ended is in nobody's sight; here the second one has not.
+    np.testing.assert_array_equal(stream.token_BxT[0, :4], [1, 2, 5, 6])
+    np.testing.assert_array_equal(stream.token_BxT[1, :3], [3, 7, 8])
+    np.testing.assert_array_equal(stream.position_BxT, [[1, 2, 3, 4, 5]])
+    at_BxRx1 = at_response(np.arange(5)[None, :, None].repeat(2, axis=0), sight)
+    np.testing.assert_array_equal(at_BxRx1[..., 0], [[1, 2], [0, 1]])
 
 
 def test_an_example_counts_the_same_alone_and_among_longer_ones(student, teacher_params):

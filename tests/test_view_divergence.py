@@ -43,12 +43,12 @@ def values(params, mesh_sizes=None) -> np.ndarray:
     divergence = make_view_divergence(graph, vocab_size=VOCAB, chunk_size=16)
     prompt, length = padded(PROMPTS, 4)
     response, count = padded(RESPONSES, R)
-    views, prefixes = [], []
+    mask, hidden = np.arange(R) < count[:, None], []
     for prefix in (PREFIX_X, PREFIX_C):
         prefix_C = np.array(prefix, np.int32)
-        views.append(View(prefix_C, prompt, length))
-        prefixes.append(jax.jit(lambda p, ids: shared_prefix(nnx.merge(graph, p), ids))(params, jnp.asarray(prefix_C)))
-    return np.asarray(divergence(params, views, prefixes, response, np.arange(R) < count[:, None]))
+        past = jax.jit(lambda p, ids: shared_prefix(nnx.merge(graph, p), ids))(params, jnp.asarray(prefix_C))
+        hidden.append(divergence.hidden(params, View(prefix_C, prompt, length), past, response))
+    return np.asarray(divergence.compare(params, *hidden, mask))
 
 
 def dense(params, prefix, prompt, response) -> np.ndarray:

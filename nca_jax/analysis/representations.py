@@ -31,57 +31,44 @@ from nca_jax.analysis.common import (
 from nca_jax.axes import constrain
 from nca_jax.data.chat import PackedView
 from nca_jax.intervals import Estimate, estimates, mean
-from nca_jax.models.decoder import Params, Past, Stream
+from nca_jax.models.decoder import Params, Past
 from nca_jax.plotting import legend_below, new_figure, series
+from nca_jax.train_step import Sight, View, at_response, response_streams
 
 TITLE = "Hidden states of the two views"
 FINAL = "final_norm"
-
-
-class Sequences(NamedTuple):
-    """Prompt, response and padding in one row, and the position that predicts each token of the response."""
-
-    token_BxT: np.ndarray
-    predicts_BxR: np.ndarray
-
-
-def lay_out(view: PackedView, response_BxR: np.ndarray, mask_BxR: np.ndarray) -> Sequences:
-    """The rows of a view with the response after each prompt; the shared prefix is not in them."""
-    R = response_BxR.shape[1]
-    token_BxT = np.pad(view.prompt_ExP, ((0, 0), (0, R)))
-    for token_T, start, response_R, mask_R in zip(token_BxT, view.prompt_length_E, response_BxR, mask_BxR, strict=True):
-        token_T[start : start + mask_R.sum()] = response_R[mask_R]
-    return Sequences(token_BxT, view.prompt_length_E[:, None] - 1 + np.arange(R))
 
 
 def make_cosines(graph: nnx.GraphDef) -> Callable[..., jax.Array]:
     """Compiles once per shape of its arrays.
 
     Returns:
-      cosines(params, prefixes, views, mask_BxR) -> float32 [B, L + 1], means over the response's tokens: after each
-      layer, and after the final norm. `views` are two `Sequences` of the same responses, `prefixes` what is encoded
-      before them. Every process gives all rows and gets all values.
+      cosines(params, prefixes, views, response_BxR, mask_BxR) -> float32 [B, L + 1], means over the response's tokens:
+      after each layer, and after the final norm. `views` are two `train_step.View`s of the same prompts, `prefixes`
+      what is encoded before them. Every process gives all rows and gets all values.
     """
 
     @jax.jit
-    def cosines(params: Params, prefixes: Sequence[list[Past]], views: Sequence[Sequences], mask_BxR):
+    def cosines(params: Params, prefixes: Sequence[list[Past]], views: Sequence[View], response_BxR, mask_BxR):
         model = nnx.merge(graph, params)
         rows = partial(constrain, model.mesh)
-        views = [Sequences(*(rows(x, "batch", None) for x in view)) for view in views]
+        sights = [
+            Sight(
+                View(view.prefix_C, rows(view.prompt_BxP, "batch", None), rows(view.prompt_length_B, "batch")),
+                prefix,
+                rows(response_BxR, "batch", None),
+            )
+            for view, prefix in zip(views, prefixes, strict=True)
+        ]
 
         def between(hidden: Sequence[jax.Array]) -> jax.Array:
             x_BxRxD, c_BxRxD = (
-                jnp.take_along_axis(h_BxTxD, view.predicts_BxR[..., None], axis=1).astype(jnp.float32)
-                for h_BxTxD, view in zip(hidden, views, strict=True)
+                at_response(h_BxTxD, sight).astype(jnp.float32) for h_BxTxD, sight in zip(hidden, sights, strict=True)
             )
             norms_BxR = jnp.linalg.norm(x_BxRxD, axis=-1) * jnp.linalg.norm(c_BxRxD, axis=-1)
             return jnp.sum(x_BxRxD * c_BxRxD, axis=-1) / norms_BxR
 
-        streams = []
-        for view, prefix in zip(views, prefixes, strict=True):
-            start = prefix[0].k.shape[1] if prefix else 0
-            streams.append(Stream(view.token_BxT, start + jnp.arange(view.token_BxT.shape[1])[None], prefix))
-        outputs, of_layers_LxBxR = model.together(streams, observe=between)
+        outputs, of_layers_LxBxR = model.together(response_streams(sights), observe=between)
         final_BxR = between([hidden for hidden, _ in outputs])
         cosine_BxRxL = jnp.moveaxis(jnp.concatenate([of_layers_LxBxR, final_BxR[None]]), 0, -1)
         mask_BxRx1 = mask_BxR[..., None]
@@ -117,13 +104,17 @@ def measure(subject: Subject, checkpoints: Sequence[Checkpoint]) -> list[Agreeme
             for start in range(0, subject.items, size):
                 # Rows past the end repeat the last item.
                 index = np.minimum(np.arange(start, start + size), subject.items - 1)
-                rows = [lay_out(view.rows(index), response_ExR[index], mask_ExR[index]) for view in views]
-                found.append(jax.device_get(cosines(params, prefixes, rows, mask_ExR[index])))
+                rows = [_view(view.rows(index)) for view in views]
+                found.append(jax.device_get(cosines(params, prefixes, rows, response_ExR[index], mask_ExR[index])))
                 progress.update(min(size, subject.items - start))
             cosine_ExL = np.concatenate(found)[: subject.items].astype(float)
             measured.append(Agreement(cosine_ExL, int(mask_ExR.sum())))
             del params, prefixes  # before the next one is loaded
     return measured
+
+
+def _view(rows: PackedView) -> View:
+    return View(rows.prefix_C, rows.prompt_ExP, rows.prompt_length_E)
 
 
 def study(subject: Subject, checkpoints: Sequence[Checkpoint]) -> Finding:

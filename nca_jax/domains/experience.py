@@ -203,7 +203,7 @@ class Experience:
     def _try(self, number: int, items: Sequence[str]) -> None:
         """Plays the validation games with the items; round 0 is without any."""
         session, config = self.session, self._config.copy_and_resolve_references()
-        config.evaluation.split, config.evaluation.divergence = "validation", False
+        config.evaluation.split, config.evaluation.divergence = "validation", "none"
         probes = [Probe(WITH_CONTEXT, experience_context(items), self.domain.score)] if items else []
         shared = (config, self.domain, session.chat, session.answering, session.decode)
         evaluator = make_evaluator(*shared, probes, prefix_multiple=config.data.length_multiple)

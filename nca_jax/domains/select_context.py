@@ -34,7 +34,7 @@ def compare(config: ConfigDict, domain: Domain, candidates: dict[str, Context]) 
     """
     config = config.copy_and_resolve_references()
     config.evaluation.split = "validation"
-    config.evaluation.divergence = False
+    config.evaluation.divergence = "none"
     session = open_session(config)
     probes = [Probe(name, context, domain.score) for name, context in candidates.items()]
     evaluator = make_evaluator(

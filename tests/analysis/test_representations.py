@@ -13,7 +13,6 @@ from tiny_runs import ARCH, ITEMS, moved, tiny_config, write_base, write_run
 
 from nca_jax.analysis import representations
 from nca_jax.analysis.common import Checkpoint, open_subject, respond
-from nca_jax.data.chat import PackedView
 from nca_jax.data.pipeline import encode_pairs
 from nca_jax.domains import domain_of
 from nca_jax.models.decoder import Stream, decoder_graph, random_params, weight_table
@@ -22,6 +21,7 @@ from nca_jax.models.layers import is_stacked
 from nca_jax.models.source import open_model
 from nca_jax.plotting import save
 from nca_jax.stored_model import find_model
+from nca_jax.train_step import View
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +91,10 @@ def test_equal_views_have_the_cosine_1(alone):
     params = random_params(ARCH, 0)
     view = subject.no_context.rows(range(2))
     response_BxR, mask_BxR = np.full((2, 3), 7), np.array([[True, True, True], [True, False, False]])
-    rows = representations.lay_out(view, response_BxR, mask_BxR)
+    rows = View(view.prefix_C, view.prompt_ExP, view.prompt_length_E)
     prefix = subject.answering.encode(params, jnp.asarray(view.prefix_C))
     cosines = representations.make_cosines(decoder_graph(ARCH))
-    np.testing.assert_allclose(cosines(params, [prefix, prefix], [rows, rows], mask_BxR), 1.0, atol=1e-6)
-
-
-def test_a_row_is_prompt_response_padding():
-    view = PackedView(np.array([9]), np.array([[1, 2, 0], [3, 0, 0]]), np.array([2, 1]))
-    mask_BxR = np.array([[True, True], [True, False]])
-    rows = representations.lay_out(view, np.array([[5, 6], [7, 8]]), mask_BxR)
-    np.testing.assert_array_equal(rows.token_BxT, [[1, 2, 5, 6, 0], [3, 7, 0, 0, 0]])
-    np.testing.assert_array_equal(rows.predicts_BxR, [[1, 2], [0, 1]])
+    np.testing.assert_allclose(cosines(params, [prefix, prefix], [rows, rows], response_BxR, mask_BxR), 1.0, atol=1e-6)
 
 
 def test_on_eight_devices_the_same(base, checkpoints, alone):
@@ -117,13 +109,14 @@ def test_on_eight_devices_the_same(base, checkpoints, alone):
 def test_no_layers_hidden_states_are_kept():
     """Many layers need no more memory than a few, but for their weights and the cosines themselves."""
     B, P, R = 4, 60, 4
-    row = representations.Sequences(np.zeros((B, P + R), np.int32), np.zeros((B, R), np.int32))
+    view = View(np.zeros(0, np.int32), np.zeros((B, P), np.int32), np.ones(B, np.int32))
+    response_BxR = np.zeros((B, R), np.int32)
 
     def temporary_bytes(layers: int) -> int:
         arch = dataclasses.replace(ARCH, num_layers=layers)
         cosines = representations.make_cosines(decoder_graph(arch))
         params = jax.eval_shape(lambda: random_params(arch, 0))
-        compiled = cosines.lower(params, [[], []], [row, row], np.ones((B, R), bool)).compile()
+        compiled = cosines.lower(params, [[], []], [view, view], response_BxR, np.ones((B, R), bool)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     of_hidden_states = 60 * 4 * B * (P + R) * ARCH.hidden_size  # of 60 layers in float32, of one of the views
