@@ -34,7 +34,7 @@ class Logbook:
         what one that was killed before its first checkpoint has left is dropped.
       total_steps: for the progress line.
       writes: False in all processes of a job but the first: nothing is written, nor shown.
-      other: gets the same.
+      others: get the same.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Logbook:
         continued_from: int | None,
         total_steps: int,
         writes: bool = True,
-        other: WandbLog | None = None,
+        others: Sequence[WandbLog] = (),
     ):
-        self._writes, self._other = writes, other
+        self._writes, self._others = writes, others
         if not writes:
             return
         self._files = {name: workdir / f"{name}.jsonl" for name in ("metrics", "samples")}
@@ -72,8 +72,8 @@ class Logbook:
             return
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
-        if self._other:
-            self._other.metrics(step, values)
+        for other in self._others:
+            other.metrics(step, values)
         self._append("metrics", [{"step": step, **values}])
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -82,8 +82,8 @@ class Logbook:
             return
         for i, record in enumerate(records):
             self._tensorboard.add_text(f"samples/{i}", _as_markdown(record), step)
-        if self._other:
-            self._other.samples(step, records)
+        for other in self._others:
+            other.samples(step, records)
         self._append("samples", [{"step": step, **record} for record in records])
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
@@ -92,8 +92,8 @@ class Logbook:
             return
         for name, picture in images.items():
             self._tensorboard.add_image(name, picture, step, dataformats="HWC")
-        if self._other:
-            self._other.images(step, images)
+        for other in self._others:
+            other.images(step, images)
 
     def progress(self, step: int, values: Mapping[str, float], tokens_per_second: float, seconds_left: float) -> None:
         """Shows a finished step: its losses, the speed and the time that is left."""
@@ -145,8 +145,8 @@ class Logbook:
         if not self._writes:
             return
         self._bar.close()
-        if self._other:
-            self._other.close()
+        for other in self._others:
+            other.close()
         if not self._local_events:
             self._tensorboard.close()
             return

@@ -130,8 +130,10 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
     model_config = run_files.keep_description(workdir, config, domain.context, student.directory)
     if config.retention.samples == "cached" and job.objective.gamma:
         batches.cache_retained(workdir / "retention.npz")
-    wandb_log = WandbLog(workdir, config) if config.log.wandb.project and first else None
-    logbook = Logbook(workdir, start if restored else None, config.steps, first, wandb_log)
+    others: list[WandbLog] = []
+    if config.log.wandb.project:
+        processes.in_first(lambda: others.append(WandbLog(workdir, config)))
+    logbook = Logbook(workdir, start if restored else None, config.steps, first, others)
     resources.callback(logbook.close)
     logbook.say(layout_table(config, job, student.arch, teacher_model.arch, mesh))
     logbook.say(f"{'continuing at' if restored else 'starting at'} step {start} of {config.steps} in {workdir}")

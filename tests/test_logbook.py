@@ -222,7 +222,7 @@ def test_another_log_gets_the_same(tmp_path):
             return lambda *arguments: self.calls.append((name, *arguments))
 
     other = Other()
-    book = Logbook(epath.Path(tmp_path), None, 6, other=other)
+    book = Logbook(epath.Path(tmp_path), None, 6, others=[other])
     picture = {"figures/harm": np.zeros((1, 1, 4), np.uint8)}
     book.metrics(1, {"loss": 0.5})
     book.samples(1, [{"prompt": "cow"}])
@@ -234,7 +234,7 @@ def test_another_log_gets_the_same(tmp_path):
         ("images", 1, picture),
         ("close",),
     ]
-    silent = Logbook(epath.Path(tmp_path), None, 6, writes=False, other=other)
+    silent = Logbook(epath.Path(tmp_path), None, 6, writes=False, others=[other])
     silent.metrics(2, {"loss": 0.25})
     silent.images(2, picture)
     silent.samples(2, [{"prompt": "cow"}])
