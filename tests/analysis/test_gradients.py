@@ -13,17 +13,23 @@ from etils import epath
 from flax import nnx
 from tiny_runs import ARCH, ITEMS, TOP8, moved, tiny_config, write_base, write_run
 
+from configs import conventions
+from nca_jax import settings
 from nca_jax.analysis import gradients
-from nca_jax.analysis.common import ALL, OUTSIDE, Checkpoint, as_csv, open_subject, respond
+from nca_jax.analysis.common import ALL, OUTSIDE, Checkpoint, as_csv, decoder_on, open_subject, respond
+from nca_jax.assembly import abstract_inputs, assemble
+from nca_jax.axes import named
 from nca_jax.data.pipeline import encode_pairs
 from nca_jax.domains import domain_of
 from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
+from nca_jax.models.presets import preset
 from nca_jax.models.source import open_model
 from nca_jax.objectives import Divergence, Support
 from nca_jax.plotting import save
+from nca_jax.sharding import make_mesh, params_sharding
 from nca_jax.stored_model import find_model
-from nca_jax.train_step import Objective
+from nca_jax.train_step import Objective, TrainState, make_loss_and_gradient
 from nca_jax.vocab_loss import Terms
 
 
@@ -196,3 +202,29 @@ def test_the_sentence_and_the_table(base, alone, checkpoints, monkeypatch, tmp_p
     assert [row["cosine_opd_nca"] for row in outside] == ["", ""] and outside[0]["norm_opd"] == "4"
     save(finding.figure, epath.Path(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # compiles a real model's step twice
+def test_no_more_memory_than_a_training_step():
+    """As compiled for SmolLM2-135M: the third gradient beside two others, and the step beside its moments."""
+    config = conventions.get_config()
+    config.update_from_flattened_dict({"accumulation": 2, "mesh.fsdp": 1, "loss.support": "student_top_k"})
+    arch, vocab_size = preset("smollm2_135m"), 49152
+    mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
+    job = assemble(config, arch, arch, [2], vocab_size, mesh)
+    state, teacher, batch = abstract_inputs(config, job, arch, mesh, prompt=64, template=24, context=128)
+    objective = gradients.term_objectives(settings.make_objective(config, vocab_size))["fidelity"]
+    graph, sharding = decoder_on(config, arch, mesh), params_sharding(mesh, arch)
+    gradient = jax.jit(
+        make_loss_and_gradient(graph, graph, objective, 2, mesh), out_shardings=(named(mesh), sharding, named(mesh))
+    )
+
+    def needed(function, *arguments) -> int:
+        memory = function.lower(*arguments).compile().memory_analysis()
+        arguments_and_results = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        return arguments_and_results - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+    one = sum(x.size * x.dtype.itemsize for x in state.params.values())
+    weights = TrainState(jax.ShapeDtypeStruct((), jnp.int32), state.params, None)
+    third = needed(gradient, weights, *gradients.term_inputs("fidelity", batch, teacher, teacher))
+    assert third + 2 * one <= needed(job.train_step, state, teacher, batch)
