@@ -86,6 +86,7 @@ class RuleModel:
     def session(self, config):
         self.opened += 1
         answering = SimpleNamespace(
+            divergence=None,  # never asked for
             mesh=make_mesh({"data": 1, "fsdp": 1, "tensor": 1}),
             sampler=lambda top_k: self,
             encode=lambda params, prefix_C: [int(token) for token in prefix_C],
