@@ -55,6 +55,7 @@ def get_config() -> ConfigDict:
 
     config.rollout = ConfigDict()
     config.rollout.max_new_tokens = 512  # longest response; truncated ones are trained on [C]
+    config.rollout.slots = 0  # responses decoded side by side; one that ends makes room for the next; 0: all at once
     config.rollout.policy = "student"  # student, without the context (OPD) | teacher, with it (off-policy baselines)
     config.rollout.temperature = 1.0  # also divides the logits of the loss [C]
     config.rollout.top_p = 1.0  # 1: off

@@ -3,7 +3,7 @@ job can be built, checked and planned without them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from nca_jax import settings
 from nca_jax.axes import named, parts
+from nca_jax.continuous import make_continuous_sampler
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import Params, Past, decoder_graph, weight_table
 from nca_jax.models.fused_attention import attention_kind
@@ -93,18 +94,22 @@ def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vo
     mesh = make_decode_mesh(mesh, arch, dtype, config.mesh.decode_tensor, config.mesh.decode_gb)
     graph = _graph(config, arch, mesh)
     sharding = params_sharding(mesh, arch)
-    samplers = {}
+    drawing = {"max_new_tokens": config.rollout.max_new_tokens, "eos_ids": eos_ids, "vocab_size": vocab_size}
+    slots = config.rollout.slots
 
+    @cache
     def sampler(top_k: int) -> Callable[..., Rollout]:
-        if top_k not in samplers:
-            samplers[top_k] = make_sampler(
-                graph,
-                max_new_tokens=config.rollout.max_new_tokens,
-                eos_ids=eos_ids,
-                vocab_size=vocab_size,
-                top_k=top_k,
-            )
-        return samplers[top_k]
+        all_at_once = make_sampler(graph, **drawing, top_k=top_k)
+        if not slots:
+            return all_at_once
+        # A quarter of the slots is prefilled at once: large enough a batch, and few of them wait for long.
+        in_slots = make_continuous_sampler(graph, **drawing, top_k=top_k, slots=slots, refill=max(1, slots // 4))
+
+        @jax.jit
+        def sample(params: Params, prefix: list[Past], prompt_BxP, *rows) -> Rollout:
+            return (in_slots if prompt_BxP.shape[0] > slots else all_at_once)(params, prefix, prompt_BxP, *rows)
+
+        return sample
 
     # Training too casts matrices to the compute dtype, and leaves the final norm's scale as it is.
     table = weight_table(arch)

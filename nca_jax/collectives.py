@@ -50,24 +50,23 @@ def collectives(hlo: str, devices_per_slice: int, open_loops: int = 1) -> list[C
     Args:
       hlo: text of the compiled module.
       devices_per_slice: devices are numbered slice by slice.
-      open_loops: rounds of loops whose condition is not "counter < constant", such as decoding until all rows end.
+      open_loops: rounds of the loops whose condition is not "counter < constant", such as decoding until all rows end,
+        together: several that follow each other, such as a decode in stages, share them out.
     """
     computations = _computations(hlo)
+    rounds_of_open = open_loops / max(1, _open_loops(computations, next(iter(computations))))
     totals: dict[tuple[str, bool], list[float]] = {}
     seen: set[tuple[str, str, str]] = set()
 
-    def add(kind: str, between_slices: bool, times: int, nbytes: float) -> None:
+    def add(kind: str, between_slices: bool, times: float, nbytes: float) -> None:
         total = totals.setdefault((kind, between_slices), [0, 0.0])
         total[0] += times
         total[1] += times * nbytes
 
-    def visit(name: str, times: int) -> None:
+    def visit(name: str, times: float) -> None:
         for line in computations.get(name, ()):
             if loop := _WHILE.search(line):
-                condition, body = loop.groups()
-                known = _TRIP_COUNT.search(line)
-                rounds = int(known[1]) if known else _rounds(computations.get(condition, ())) or open_loops
-                visit(body, times * rounds)
+                visit(loop[2], times * (_rounds(line, computations) or rounds_of_open))
                 continue
             for called in _called(line):
                 visit(called, times)
@@ -88,7 +87,7 @@ def collectives(hlo: str, devices_per_slice: int, open_loops: int = 1) -> list[C
                 add(kind, crossing, times, _received(shape, kind, bool(start), size))
 
     visit(next(iter(computations)), 1)
-    return [Collective(*key, int(count), nbytes) for key, (count, nbytes) in sorted(totals.items())]
+    return [Collective(*key, round(count), nbytes) for key, (count, nbytes) in sorted(totals.items())]
 
 
 def _computations(hlo: str) -> dict[str, list[str]]:
@@ -111,8 +110,22 @@ def _called(line: str) -> Iterator[str]:
         yield from re.findall(r"%?([\w.\-]+)", branches)
 
 
-def _rounds(condition: list[str]) -> int | None:
-    """How often a loop runs whose condition is "counter < constant", counting from 0."""
+def _open_loops(computations: dict[str, list[str]], name: str) -> int:
+    """How many loops of unknown length a computation runs, one after the other."""
+    found = 0
+    for line in computations.get(name, ()):
+        if loop := _WHILE.search(line):
+            found += _open_loops(computations, loop[2]) if _rounds(line, computations) else 1
+        else:
+            found += sum(_open_loops(computations, called) for called in _called(line))
+    return found
+
+
+def _rounds(loop: str, computations: dict[str, list[str]]) -> int | None:
+    """How often a loop runs, where the compiler says so or its condition is "counter < constant", from 0."""
+    if known := _TRIP_COUNT.search(loop):
+        return int(known[1])
+    condition = computations.get(_WHILE.search(loop)[1], ())
     constants = [int(n) for line in condition for n in re.findall(r"^[su]\d+\[\]\S* constant\((\d+)\)", line)]
     compared = [line for line in condition if " compare(" in line]
     counted = len(compared) == 1 and "direction=LT" in compared[0] and len(constants) == 1

@@ -45,7 +45,7 @@ _AT_LEAST = {
     "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.samples evaluation.batch_size "
     "evaluation.max_items checkpoint.every checkpoint.keep log.samples_every log.samples profile.first_step",
     0: "seed accumulation checkpoint.minutes checkpoint.keep_best profile.steps watchdog.minutes mesh.replica "
-    "mesh.decode_tensor retention.gamma anchor.beta anchor.start_step rollout.top_k "
+    "mesh.decode_tensor retention.gamma anchor.beta anchor.start_step rollout.slots rollout.top_k "
     "evaluation.top_k evaluation.temperature optimizer.warmup_steps optimizer.weight_decay optimizer.b1 optimizer.b2",
 }
 _ABOVE_ZERO = (
@@ -54,7 +54,17 @@ _ABOVE_ZERO = (
 )
 # What may differ when a run is continued: it changes what is written, or where and in how many parts things are
 # computed, and not the run. The context itself is compared, wherever its file is.
-_FREE = ("accumulation", "log.", "profile.", "watchdog.", "checkpoint.", "mesh.", "export.", "context.")
+_FREE = (
+    "accumulation",
+    "rollout.slots",
+    "log.",
+    "profile.",
+    "watchdog.",
+    "checkpoint.",
+    "mesh.",
+    "export.",
+    "context.",
+)
 
 
 def check(config: ConfigDict) -> None:

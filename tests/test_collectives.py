@@ -103,6 +103,18 @@ def test_a_loop_with_an_open_end_runs_as_often_as_is_said():
     assert [c.count for c in collectives(text, 16, open_loops=100) if c.kind == "all-gather"] == [100]
 
 
+def test_loops_with_an_open_end_that_follow_each_other_share_the_rounds():
+    loop = "  %while.1 = (s32[], bf16[1,256]) while(%tuple), condition=%open_condition, body=%body\n"
+    text = HLO.format(groups="[1,16]<=[16]", condition="open_condition")
+    twice = text.replace(loop, loop + loop.replace("while.1", "while.2").replace("%body", "%later"))
+    assert twice != text
+    later = (
+        "\n%later (state: (s32[])) -> (s32[]) {\n  %p = f32[8] collective-permute(%y), source_target_pairs={{0,1}}\n}\n"
+    )
+    found = {c.kind: c.count for c in collectives(twice.replace("\nENTRY", later + "\nENTRY"), 16, open_loops=100)}
+    assert found == {"all-gather": 50, "collective-permute": 50 + 50, "reduce-scatter": 1}
+
+
 @pytest.mark.parametrize(
     ("groups", "crossing"),
     [

@@ -11,7 +11,7 @@ from nca_jax.models.architecture import architecture_from_config
 from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.objectives import log_probabilities
-from nca_jax.rollout import Sampling, draw, example_keys, make_sampler, response_mask
+from nca_jax.rollout import Sampling, _nucleus, block_sizes, draw, example_keys, make_sampler, response_mask
 from nca_jax.train_step import Sight, View, response_hidden, shared_prefix
 
 R, VOCAB = 6, 259
@@ -183,3 +183,113 @@ def test_padded_vocabulary_is_never_sampled(params):
     loud = params | {"embedding": params["embedding"].at[VOCAB:].set(100.0 * params["final_norm"])}
     prompt_BxP, length_B = prompts([3, 8, 5, 1], 8)
     assert run(sampler(), loud, prompt_BxP, length_B, [0, 1, 2, 3]).response_BxR.max() < VOCAB
+
+
+def test_sizes_of_the_blocks_of_the_response_cache():
+    assert block_sizes(1024, 64) == [64, 64, 128, 256, 512]
+    assert block_sizes(200, 64) == [64, 64, 72]
+    assert block_sizes(65, 64) == [64, 1]
+    assert block_sizes(64, 64) == [64]
+    assert block_sizes(6, 64) == [6]
+
+
+def long_sampler(first_block, eos_ids):
+    return make_sampler(GRAPH, max_new_tokens=20, eos_ids=eos_ids, vocab_size=VOCAB, first_block=first_block)
+
+
+def test_a_cache_in_blocks_gives_the_responses_of_a_whole_one(params):
+    """20 tokens in blocks of 3, 3, 6 and 8; rows end in different blocks, or in none."""
+    prompt_BxP, length_B = prompts([3, 8, 5, 1, 7, 2], 8)
+    prefix = shared_prefix(nnx.merge(GRAPH, params), jnp.arange(10, 15))
+    eos_ids = range(0, VOCAB, 16)
+    blocks, whole = long_sampler(3, eos_ids), long_sampler(20, eos_ids)
+    for temperature in (0.0, 1.5):
+        out, expected = (
+            run(sample, params, prompt_BxP, length_B, range(6), temperature, prefix=prefix)
+            for sample in (blocks, whole)
+        )
+        np.testing.assert_array_equal(out.response_BxR, expected.response_BxR)
+        np.testing.assert_array_equal(out.mask_BxR, expected.mask_BxR)
+        np.testing.assert_array_equal(out.truncated_B, expected.truncated_B)
+        np.testing.assert_allclose(out.log_prob_BxR, expected.log_prob_BxR, atol=1e-5)
+    lengths = expected.mask_BxR.sum(axis=1)
+    assert lengths.min() < 6 and lengths.max() == 20 and len(set(lengths)) > 3
+
+
+def test_no_step_is_given_more_of_the_cache_than_has_begun(params):
+    """The last block of 64 in blocks of 8, 8, 16 and 32 is 32 long, and no array of keys has all 64."""
+    prompt_BxP, length_B = prompts([3, 8], 8)
+    arguments = params, [], prompt_BxP, length_B, np.ones(2, bool), example_keys(0, 0, jnp.arange(2)), Sampling()
+
+    def lengths(first_block):
+        sample = make_sampler(GRAPH, max_new_tokens=64, eos_ids=(EOS,), vocab_size=VOCAB, first_block=first_block)
+        text = str(jax.make_jaxpr(sample)(*arguments))
+        return {n for n in (8, 16, 32, 64) if f"f32[2,2,{n},2,16]" in text}
+
+    assert lengths(8) == {8, 16, 32}
+    assert lengths(64) == {8, 64}  # the prompt's 8
+
+
+def in_nucleus(p_V, top_p):
+    """Plain numpy in float64: the fewest most probable tokens that hold top_p, and those as probable as the last."""
+    descending = np.sort(p_V)[::-1]
+    count = 1 + np.searchsorted(np.cumsum(descending), top_p * (1 - 1e-12))
+    return p_V >= descending[min(count, len(p_V)) - 1]
+
+
+def distributions(V):
+    """[rows, V], of very different shapes: most of them need all of the vocabulary for some top-p."""
+    rng = np.random.default_rng(0)
+    tied = np.array([0.3] + [0.6 / 20] * 20 + [0.1 / (V - 21)] * (V - 21))
+    halves = 0.5 ** np.minimum(np.arange(1, V + 1), 20)  # 1/2, 1/4, 1/8, ...
+    wide = rng.dirichlet(np.full(V, 0.3), 3)
+    peaked = rng.dirichlet(np.full(V, 0.01), 3)
+    rest = np.full(V, 1 / V), np.eye(V)[7], rng.permutation(tied), rng.permutation(halves / halves.sum())
+    return np.concatenate([wide, peaked, np.stack(rest)])
+
+
+@pytest.mark.parametrize("each_alone", [True, False], ids=["alone", "in one batch"])
+def test_the_nucleus_is_that_of_a_full_sort(each_alone):
+    V, candidates = 300, 32
+    p_BxV = distributions(V)
+    log_p_BxV = jnp.log(jnp.asarray(p_BxV, jnp.float32))
+    kept = jax.jit(_nucleus, static_argnums=2)
+    # On both sides of 1/2, 3/4, of the tied tokens' 0.3 and 0.9, and of what the candidates hold.
+    held_B = np.sort(p_BxV, axis=1)[:, -candidates:].sum(axis=1)
+    edges = np.array([0.5, 0.75, 0.3, 0.9, *held_B[held_B < 0.999]])
+    assert len(edges) > 6
+    for top_p in (1e-6, 0.2, 0.99, 0.9999, *(edges - 1e-4), *(edges + 1e-4)):
+        expected_BxV = np.stack([in_nucleus(p_V, top_p) for p_V in p_BxV])
+        for columns in (candidates, V):
+            parts = np.split(log_p_BxV, len(p_BxV)) if each_alone else [log_p_BxV]
+            found_BxV = np.concatenate([kept(part, jnp.float32(top_p), columns) for part in parts])
+            np.testing.assert_array_equal(found_BxV > -np.inf, expected_BxV & (p_BxV > 0), err_msg=str(top_p))
+
+
+def test_at_a_boundary_the_nucleus_does_not_depend_on_how_it_is_found():
+    """Where top-p is a sum of probabilities exactly, rounding decides, and has to decide alike."""
+    log_p_BxV = jnp.log(jnp.asarray(distributions(300), jnp.float32))
+    kept = jax.jit(_nucleus, static_argnums=2)
+    boundaries = np.cumsum(np.sort(np.exp(log_p_BxV), axis=1)[:, ::-1], axis=1)[:, :24:3]
+    for row, top_p in [(row, p) for row, ps in enumerate(boundaries) for p in ps if p < 1]:
+        one, all_ = (kept(log_p_BxV[row : row + 1], jnp.float32(top_p), n) for n in (32, 300))
+        np.testing.assert_array_equal(one, all_, err_msg=f"row {row}, top_p {top_p}")
+
+
+@pytest.mark.parametrize("top_k", [0, 20, 100])
+@pytest.mark.parametrize("top_p", [0.6, 0.95, 1.0])
+def test_tokens_are_those_drawn_from_the_nucleus_with_the_same_keys(top_k, top_p):
+    rng = np.random.default_rng(1)
+    B, V = 500, 300
+    logits_BxV = rng.normal(0, rng.uniform(0.5, 4, (B, 1)), (B, V)).astype(np.float32)
+    keys = example_keys(0, 0, jnp.arange(B))
+    token_B, _ = draw(logits_BxV, keys, Sampling(1.0, top_p), top_k, candidates=64)
+
+    p_BxV = np.exp(logits_BxV.astype(np.float64))
+    if top_k:
+        p_BxV = np.where(p_BxV >= np.sort(p_BxV, axis=1)[:, -top_k, None], p_BxV, 0)
+    p_BxV /= p_BxV.sum(axis=1, keepdims=True)
+    if top_p < 1:
+        p_BxV = np.where(np.stack([in_nucleus(p_V, top_p) for p_V in p_BxV]), p_BxV, 0)
+    left_BxV = jnp.where(p_BxV > 0, jax.nn.log_softmax(logits_BxV), -jnp.inf)
+    np.testing.assert_array_equal(token_B, jax.vmap(jax.random.categorical)(keys, left_BxV))

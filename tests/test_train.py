@@ -114,6 +114,15 @@ def test_a_trace_is_written_by_config(tiny_model, tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+def test_fewer_slots_than_rows_draw_the_same_responses(finished, tiny_model, tmp_path):
+    straight, _ = finished
+    train(tiny_config(tiny_model, **{"rollout.slots": 3, "evaluation.batch_size": 6}), str(tmp_path))
+    assert records(tmp_path, "samples") == records(straight, "samples")
+    for ours, theirs in zip(records(tmp_path), records(straight), strict=True):
+        assert ours.keys() == theirs.keys()
+        np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5, atol=1e-6)
+
+
 def test_the_best_checkpoint_stays_beside_the_newest(tiny_model, tmp_path, monkeypatch):
     accuracy = iter([0.0, 0.5, 0.9, 0.1, 0.2, 0.3])
     real = train_module.summarise
