@@ -102,8 +102,11 @@ def answering(config: ConfigDict, arch: Architecture, eos_ids: Sequence[int], vo
         all_at_once = make_sampler(graph, **drawing, top_k=top_k)
         if not slots:
             return all_at_once
-        # A quarter of the slots is prefilled at once: large enough a batch, and few of them wait for long.
-        in_slots = make_continuous_sampler(graph, **drawing, top_k=top_k, slots=slots, refill=max(1, slots // 4))
+        # A quarter of the slots is prefilled at once, large enough a batch, and few of them wait for long; on a mesh as
+        # many as the devices can share out.
+        devices = parts(mesh, "batch")
+        refill = min(slots, -(-max(1, slots // 4) // devices) * devices)
+        in_slots = make_continuous_sampler(graph, **drawing, top_k=top_k, slots=slots, refill=refill)
 
         @jax.jit
         def sample(params: Params, prefix: list[Past], prompt_BxP, *rows) -> Rollout:

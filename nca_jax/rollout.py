@@ -15,7 +15,7 @@ from nca_jax.objectives import log_probabilities
 # Tokens of the first block of the response cache. A smaller one reads less, and makes a larger program.
 _FIRST_BLOCK = 64
 # Tokens of a row among which top-p looks before it sorts the whole vocabulary.
-_CANDIDATES = 1024
+_CANDIDATES = 4096
 # More than float32 sums over a vocabulary are off by: where tokens hold so much more than top-p, none after them
 # counts.
 _MARGIN = 1e-5
