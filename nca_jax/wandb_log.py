@@ -34,13 +34,13 @@ class WandbLog:
                 "config.log.wandb.project is set and wandb is not installed; pip install wandb, or unset it."
             ) from error
         settings, path = config.log.wandb, workdir / "wandb_id.txt"
-        name = path.read_text().strip() if path.exists() else uuid.uuid4().hex[:8]
+        run_id = path.read_text().strip() if path.exists() else uuid.uuid4().hex[:8]
         try:
             self._run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
                 mode=settings.mode,
-                id=name,
+                id=run_id,
                 name=workdir.name,
                 resume="allow",
                 config=config.to_dict(),
@@ -50,7 +50,7 @@ class WandbLog:
         except Exception as error:  # whatever the service says
             reason = str(error).strip().split("\n")[0]
             raise UserError(f"wandb cannot start ({reason}); log in, or set config.log.wandb.mode=offline.") from error
-        write_text(path, name + "\n")
+        write_text(path, run_id + "\n")
         self._image, self._table = wandb.Image, wandb.Table
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
