@@ -14,6 +14,7 @@ def get_config() -> ConfigDict:
     config.steps = 50  # optimizer steps [C]
     config.batch_size = 128  # prompts a step, one response each [C]
     config.accumulation = 1  # micro-batches a step, must divide batch_size; 0: as many as give each device one row
+    config.lengths = 1  # programs for micro-batches: 2, 3: those whose rows are short run at 1/2, 1/4 of the length
 
     config.model = ConfigDict()
     config.model.source = placeholder(str)  # directory, gs:// path, Hub id owner/name[@revision], packaged model
@@ -99,7 +100,8 @@ def get_config() -> ConfigDict:
 
     config.evaluation = ConfigDict()
     config.evaluation.split = "validation"  # validation | test; test only for a last number, never to choose by
-    config.evaluation.every = 10  # steps; also before the first and after the last
+    config.evaluation.every = 10  # steps; also after the last
+    config.evaluation.at_start = True  # also before the first
     config.evaluation.batch_size = 32  # rows sampled at once
     config.evaluation.contexts = ()  # also tried: names that the domain knows, of domains/variants.py, or files
     config.evaluation.samples = 1  # responses of each item in each view

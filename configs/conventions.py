@@ -13,11 +13,12 @@ from configs import base
 
 
 def get_config(convention: str = "plural") -> ConfigDict:
-    """`convention` is "plural", "category" or "first_letter"."""
+    """`convention` is "plural", "category", "first_letter", "twice" or "capitals"."""
     config = base.get_config()
     config.steps = 25  # enough for a 135M model at this learning rate
     config.batch_size = 8  # a laptop's CPU
     config.model.source = "smollm2_135m_instruct"
+    config.model.remat = "dots"  # faster than "full" here, and the memory is there: docs/performance.md
 
     config.domain.name = "conventions"
     config.domain.settings.convention = convention

@@ -21,8 +21,9 @@ from nca_jax.models.fused_attention import attention_kind
 from nca_jax.models.layers import is_stacked, layer_sharding
 from nca_jax.rollout import Rollout, make_sampler
 from nca_jax.sharding import batch_sharding, like_params, make_decode_mesh, params_sharding
-from nca_jax.train_step import Batch, Objective, Retained, Teacher, TrainState, View, make_train_step, shared_prefix
+from nca_jax.train_step import Objective, Teacher, TrainState, make_train_step
 from nca_jax.view_divergence import ViewDivergence, make_view_divergence
+from nca_jax.views import Batch, Retained, View, shared_prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def assemble(
     student_sharding, teacher_sharding = params_sharding(mesh, student), params_sharding(mesh, teacher)
     objective = settings.make_objective(config, vocab_size)
     optimizer, learning_rate = settings.make_optimizer(config)
-    step = make_train_step(graph, teacher_graph, optimizer, objective, micro_batches, mesh)
+    step = make_train_step(graph, teacher_graph, optimizer, objective, micro_batches, mesh, config.lengths)
 
     def initial_state(params: Params) -> TrainState:
         return TrainState(jnp.int32(0), params, optimizer.init(params), params if objective.teacher == "ema" else None)

@@ -18,7 +18,8 @@ from nca_jax.models.decoder import Params, Past
 from nca_jax.processes import is_first, of_first, place, wait_for_all
 from nca_jax.rollout import Rollout, Sampling, example_keys
 from nca_jax.sharding import batch_sharding
-from nca_jax.train_step import Batch, Retained, Teacher, TrainState, View
+from nca_jax.train_step import Teacher, TrainState
+from nca_jax.views import Batch, Retained, View
 
 # Folded into the keys of responses under another context, which are drawn at the same steps for the same rows.
 _RETAINED = 1 << 20
@@ -82,7 +83,6 @@ class Drawn(NamedTuple):
     """What was drawn for a step."""
 
     batch: Batch
-    rows: int  # of the batch, the first ones, that hold a response; the rest is padding
     detail: Any  # the responses, for `show`
     metrics: dict[str, float | jax.Array]  # of the rollout
 
@@ -139,7 +139,7 @@ class Batches:
         retained = self._retained(state, index_B, step, keys) if self._retention else None
         metrics = {"rollout/truncated": rollout.truncated_B.mean()}
         batch = Batch(self._place(rows_x), self._place(rows_c), *self._placed(rollout), retained)
-        return Drawn(batch, len(index_B), rollout, metrics)
+        return Drawn(batch, rollout, metrics)
 
     def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Shown:
         """The first few prompts with a response in each view, for people to look at.

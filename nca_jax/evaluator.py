@@ -13,8 +13,8 @@ from nca_jax.domains.base import Domain, Example, Probe
 from nca_jax.items import NO_CONTEXT, ItemResult
 from nca_jax.models.decoder import Params, Past
 from nca_jax.rollout import Rollout, Sampling, example_keys
-from nca_jax.train_step import View
 from nca_jax.view_divergence import ViewDivergence
+from nca_jax.views import View
 
 Results = dict[str, list[ItemResult]]
 

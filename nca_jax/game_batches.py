@@ -21,7 +21,8 @@ from nca_jax.processes import place
 from nca_jax.rollout import Sampling, example_keys
 from nca_jax.settings import rows
 from nca_jax.sharding import batch_sharding
-from nca_jax.train_step import Batch, Retained, TrainState, View
+from nca_jax.train_step import TrainState
+from nca_jax.views import Batch, Retained, View
 
 
 class GameBatches:
@@ -95,7 +96,7 @@ class GameBatches:
         responses = self._responses([(turn.response_R, turn.mask_R) for turn in turns])
         retained = self._retained(state, turns, step, keys) if self._retention else None
         batch = Batch(view_x, view_c, *responses, retained)
-        return Drawn(batch, len(turns), episodes, _metrics(episodes, turns))
+        return Drawn(batch, episodes, _metrics(episodes, turns))
 
     def show(self, state: TrainState, index_B: np.ndarray, step: int, drawn: Drawn) -> Shown:
         """The first few games as they were played, and as the student plays them with the context."""

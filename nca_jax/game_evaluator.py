@@ -13,8 +13,8 @@ from nca_jax.items import NO_CONTEXT, GameResult, ItemResult
 from nca_jax.models.decoder import Params
 from nca_jax.multi_turn import Player, TurnTokens, transcript
 from nca_jax.rollout import example_keys
-from nca_jax.train_step import View
 from nca_jax.view_divergence import ViewDivergence
+from nca_jax.views import View
 
 
 class GameEvaluator(PairedEvaluator):

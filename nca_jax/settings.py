@@ -41,7 +41,7 @@ _CHOICES = {
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 _AT_LEAST = {
-    1: "steps batch_size data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
+    1: "steps batch_size lengths data.max_prompt_tokens data.length_multiple rollout.max_new_tokens loss.top_k "
     "loss.chunk_size anchor.every anchor.warmup_steps evaluation.every evaluation.samples evaluation.batch_size "
     "evaluation.max_items checkpoint.every checkpoint.keep log.samples_every log.samples profile.first_step",
     0: "seed accumulation checkpoint.minutes checkpoint.keep_best profile.steps watchdog.minutes mesh.replica "
@@ -56,6 +56,7 @@ _ABOVE_ZERO = (
 # computed, and not the run. The context itself is compared, wherever its file is.
 _FREE = (
     "accumulation",
+    "lengths",
     "rollout.slots",
     "log.",
     "profile.",
@@ -106,6 +107,8 @@ def _check_objective(config: ConfigDict) -> None:
     """What goes together."""
     if config.accumulation:
         micro_batches(config, devices=1)
+    if config.lengths > 1 and config.anchor.every > 1:
+        raise UserError("config.lengths puts rows in order, of which anchor.every takes some; set one of them to 1.")
     if config.teacher.kind != "frozen" and config.teacher.source:
         raise UserError(f"config.teacher.kind={config.teacher.kind} follows the student; unset config.teacher.source.")
     if config.loss.divergence == "nll" and config.loss.support == "teacher_top_k":

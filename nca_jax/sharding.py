@@ -12,7 +12,7 @@ from nca_jax.axes import MESH_AXES, RULES, named, parts
 from nca_jax.errors import UserError
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.decoder import parameter_count, weight_table
-from nca_jax.train_step import Batch, Retained, View
+from nca_jax.views import Batch, Retained, View
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

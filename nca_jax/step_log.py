@@ -1,6 +1,5 @@
 """What is logged of every step, read only after the next one was dispatched: the device never waits for the log."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,14 +7,13 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from nca_jax import settings
 from nca_jax.chips import chip_of, chips_in, mfu
 from nca_jax.flops import Tokens, model_flops, train_step_flops
 from nca_jax.logbook import Logbook
 from nca_jax.memory import memory_metrics
 from nca_jax.models.architecture import Architecture
 from nca_jax.timeline import Timeline
-from nca_jax.train_step import Batch
+from nca_jax.views import Batch
 
 
 class Dispatched(NamedTuple):
@@ -24,7 +22,6 @@ class Dispatched(NamedTuple):
     step: int
     metrics: dict[str, jax.Array | float]
     batch: Batch
-    rows: int  # of the batch, that hold a response
 
 
 class StepLog:
@@ -35,7 +32,7 @@ class StepLog:
       timeline: in which rollouts and steps are marked.
       learning_rate: by step, from 0.
       start, total: step the process begins after, and the last one.
-      work: FLOPs of a dispatched step that its arithmetic needs.
+      work: FLOPs that the arithmetic of a dispatched step needs, if all of the batch as padded is run.
       stop_not_finite: ends the run; called with the step and its metrics.
     """
 
@@ -83,21 +80,19 @@ class StepLog:
         }
         if self._chip and times.get("time/step_seconds"):
             chips = chips_in(jax.devices(), self._chip)
-            values["time/mfu"] = mfu(self._work(last), times["time/step_seconds"], self._chip, chips)
+            work = values["computed"] * self._work(last)
+            values["time/mfu"] = mfu(work, times["time/step_seconds"], self._chip, chips)
         self._logbook.metrics(last.step, values)
         seconds_left = self._training_seconds / (last.step - self._start) * (self._total - last.step)
         self._logbook.progress(last.step, values, values["time/tokens_per_second"], seconds_left)
 
 
-def step_work(
-    config: ConfigDict, student: Architecture, teacher: Architecture, micro_batches: int
-) -> Callable[[Dispatched], float]:
-    """FLOPs that the arithmetic of a dispatched step needs; micro-batches without a response are skipped."""
+def step_work(config: ConfigDict, student: Architecture, teacher: Architecture) -> Callable[[Dispatched], float]:
+    """FLOPs that the arithmetic of a dispatched step needs, if all of the batch as padded is run."""
 
     def work(step: Dispatched) -> float:
         x, c = step.batch.no_context, step.batch.with_context
         tokens = Tokens(x.prompt_BxP.shape[1], x.prefix_C.shape[0], c.prefix_C.shape[0])
-        computed = math.ceil(step.rows / (settings.rows(config) // micro_batches)) / micro_batches
-        return computed * model_flops(train_step_flops(config, student, teacher, tokens))
+        return model_flops(train_step_flops(config, student, teacher, tokens))
 
     return work

@@ -177,9 +177,9 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
 
     # ---------------------------------------------------------------- the loop
     owed = position.get("evaluation_due") and not processes.of_first(np.array(logbook.has_evaluation(start)))
-    if start == 0 or owed:
+    if owed or (start == 0 and config.evaluation.at_start):
         evaluate(start)
-    work = step_work(config, student.arch, teacher_model.arch, job.micro_batches)
+    work = step_work(config, student.arch, teacher_model.arch)
     bad = partial(_stop_not_finite, workdir, checkpoints)
     steps = StepLog(logbook, timeline, job.learning_rate, start, config.steps, work, bad)
     saved_at = time.monotonic()
@@ -204,7 +204,7 @@ def _train(config: ConfigDict, workdir: epath.Path, resources: contextlib.ExitSt
         state, metrics = job.train_step(state, teachers.of_step(step), drawn.batch)
         timeline.mark("step", metrics["loss"], step)
         profile.after(step, metrics["loss"])
-        steps.dispatched(Dispatched(step, metrics | drawn.metrics, drawn.batch, drawn.rows))
+        steps.dispatched(Dispatched(step, metrics | drawn.metrics, drawn.batch))
         if shown:
             logbook.samples(step, shown.records())
         stop, overdue = agreement.result()

@@ -9,8 +9,8 @@ last term (ours) is retention: f' and g are teacher and student with another con
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -19,38 +19,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nca_jax.models.decoder import Decoder, Params, Past, Stream, encode_prefix, encode_prefixes
+from nca_jax import micro_batches
+from nca_jax.models.decoder import Params, Past
 from nca_jax.objectives import Divergence, reduction_weights, weighted_sum
+from nca_jax.views import Batch, Sight, View, response_hidden, shared_prefixes
 from nca_jax.vocab_loss import Hidden, Terms, weighted_loss
-
-
-@flax.struct.dataclass
-class View:
-    """Prompts of a batch as one side sees them: `prefix_C` leads every example, `prompt_BxP` follows, right padded."""
-
-    prefix_C: jax.Array
-    prompt_BxP: jax.Array
-    prompt_length_B: jax.Array  # at least 1
-
-
-@flax.struct.dataclass
-class Retained:
-    """The prompts of the batch under another context, with the teacher's responses to that."""
-
-    view: View
-    response_BxR: jax.Array
-    response_mask_BxR: jax.Array
-
-
-@flax.struct.dataclass
-class Batch:
-    """One step's examples: both views of the same prompts, and the response that all terms but retention are about."""
-
-    no_context: View
-    with_context: View
-    response_BxR: jax.Array
-    response_mask_BxR: jax.Array
-    retained: Retained | None = None
 
 
 @flax.struct.dataclass
@@ -115,81 +88,39 @@ class Objective:
     ema_rate: float = 0.05
 
 
-class Sight(NamedTuple):
-    """A view of some examples to be run: its prompts, the encoded prefix before them, the responses after them."""
-
-    view: View
-    prefix: list[Past]
-    response_BxR: jax.Array
-
-
-def response_streams(sights: Sequence[Sight]) -> list[Stream]:
-    """The rows of each view as the decoder takes them: without gaps, prompt then response then padding, so that causal
-    attention needs no mask."""
-    streams = []
-    for view, prefix, response_BxR in sights:
-        R = response_BxR.shape[1]
-        T = view.prompt_BxP.shape[1] + R
-        from_response_BxT = jnp.arange(T) - view.prompt_length_B[:, None]
-        prompt_BxT = jnp.pad(view.prompt_BxP, ((0, 0), (0, R)))
-        response_BxT = jnp.take_along_axis(response_BxR, jnp.clip(from_response_BxT, 0, R - 1), axis=1)
-        token_BxT = jnp.where(from_response_BxT < 0, prompt_BxT, response_BxT)
-        streams.append(Stream(token_BxT, view.prefix_C.shape[0] + jnp.arange(T)[None], prefix))
-    return streams
-
-
-def at_response(hidden_BxTxD: jax.Array, sight: Sight) -> jax.Array:
-    """Of the hidden states of a view's rows those that predict each response token, [B, R, D].
-
-    Token r of the response is predicted at the position before it: prompt_length - 1 + r.
-    """
-    index_BxR = sight.view.prompt_length_B[:, None] - 1 + jnp.arange(sight.response_BxR.shape[1])
-    return jnp.take_along_axis(hidden_BxTxD, index_BxR[..., None], axis=1)
-
-
-def response_hidden(model: Decoder, sights: Sequence[Sight]) -> list[jax.Array]:
-    """Final hidden states that predict each response token, [B, R, D] of each view; one run through the layers."""
-    outputs = model.together(response_streams(sights))
-    return [at_response(hidden_BxTxD, sight) for (hidden_BxTxD, _), sight in zip(outputs, sights, strict=True)]
-
-
-def shared_prefixes(model: Decoder, views: Mapping[str, View]) -> dict[str, list[Past]]:
-    """The encoded prefix of each view as the list the decoder takes: empty where there is none."""
-    names = [name for name, view in views.items() if view.prefix_C.shape[0]]
-    encoded = encode_prefixes(model, [views[name].prefix_C for name in names]) if names else []
-    return {name: [] for name in views} | {name: [past] for name, past in zip(names, encoded, strict=True)}
-
-
-def shared_prefix(model: Decoder, prefix_C: jax.Array) -> list[Past]:
-    """As `shared_prefixes`, of one."""
-    return [encode_prefix(model, prefix_C)] if prefix_C.shape[0] else []
-
-
 def make_loss_and_gradient(
     graph: nnx.GraphDef,
     teacher_graph: nnx.GraphDef,
     objective: Objective,
     accumulation: int = 1,
     mesh: Mesh | None = None,
+    lengths: int = 1,
 ) -> Callable[[TrainState, Teacher, Batch], tuple[jax.Array, Params, dict[str, jax.Array]]]:
     """The step without its update, as a pure function; arguments as `make_train_step`.
 
     Returns:
       loss_and_gradient(state, teacher, batch) -> (loss, gradient, terms). The gradient has the parameters' dtype, and
       float32 where micro-batches are summed. `state.opt_state` is not looked at. The terms are means over the response
-      tokens: "opd", "nca" (the anchor without its weight), "gate", "retention".
+      tokens: "opd", "nca" (the anchor without its weight), "gate", "retention"; and "computed", the share of the batch,
+      as padded, that was run.
     """
     needs_f = objective.terms.first != "nll" or (objective.beta > 0 and objective.terms.anchor.target == "teacher")
     retention = dataclasses.replace(objective.terms, first=Divergence("forward_kl"), anchor=None)
 
-    def prefixes_of(params: Params, batch: Batch) -> dict[str, list[Past]]:
-        """Once per step, also where the batch is cut into micro-batches."""
+    def encoded(params: Params, views: Mapping[str, View]) -> dict[str, list[Past] | None]:
+        """The views' prefixes: once per step if the batch is cut into micro-batches, or else in the run of the rows,
+        which then gathers the weights once for both and has one gradient."""
+        if accumulation == 1:
+            return dict.fromkeys(views)
+        return shared_prefixes(nnx.merge(graph, params), views)
+
+    def prefixes_of(params: Params, batch: Batch) -> dict[str, list[Past] | None]:
         views = {"no_context": batch.no_context}
         if objective.beta or objective.teacher == "live":
             views["with_context"] = batch.with_context
         if objective.gamma:
             views["retained"] = batch.retained.view
-        return shared_prefixes(nnx.merge(graph, params), views)
+        return encoded(params, views)
 
     def the_teacher(state: TrainState, teacher: Teacher, batch: Batch, prefixes) -> Teacher:
         if objective.teacher == "frozen":
@@ -199,29 +130,30 @@ def make_loss_and_gradient(
         views = {"with_context": batch.with_context}
         if objective.gamma:
             views["retained"] = batch.retained.view
-        averaged = shared_prefixes(nnx.merge(graph, state.ema), views)
+        averaged = encoded(state.ema, views)
         return Teacher(state.ema, averaged["with_context"], averaged.get("retained"))
 
-    def loss_of_part(params, prefixes, teacher: Teacher, part: tuple[Batch, Any], anchor_weight):
+    def loss_of_part(params, prefixes, teacher: Teacher, part: tuple[Batch, Any], anchor_weight, length: int):
         batch, weights = part
         every = slice(None, None, objective.anchor_stride)
         student = nnx.merge(graph, params)
-        sights = {"q_x": Sight(batch.no_context, prefixes["no_context"], batch.response_BxR)}
+        Seen = functools.partial(Sight, length=length)
+        sights = {"q_x": Seen(batch.no_context, prefixes["no_context"], batch.response_BxR)}
         if objective.beta:
-            view, response_BxR = _rows((batch.with_context, batch.response_BxR), every)
-            sights["q_c"] = Sight(view, prefixes["with_context"], response_BxR)
+            view, response_BxR = micro_batches.some_rows((batch.with_context, batch.response_BxR), every)
+            sights["q_c"] = Seen(view, prefixes["with_context"], response_BxR)
         if objective.gamma:
             kept = batch.retained
-            sights["g"] = Sight(kept.view, prefixes["retained"], kept.response_BxR)
+            sights["g"] = Seen(kept.view, prefixes["retained"], kept.response_BxR)
         hidden = dict(zip(sights, response_hidden(student, list(sights.values())), strict=True))
 
         # With the live teacher, where q_c is the same pass, it is not run again.
         same_pass = objective.teacher == "live" and objective.beta and objective.anchor_stride == 1
         sights = {}
         if needs_f and not same_pass:
-            sights["f"] = Sight(batch.with_context, teacher.prefix, batch.response_BxR)
+            sights["f"] = Seen(batch.with_context, teacher.prefix, batch.response_BxR)
         if objective.gamma:
-            sights["f_retained"] = Sight(kept.view, teacher.retained_prefix, kept.response_BxR)
+            sights["f_retained"] = Seen(kept.view, teacher.retained_prefix, kept.response_BxR)
         teacher_head_VxD = None
         if needs_f or objective.gamma:
             model_f = nnx.merge(teacher_graph if objective.teacher == "frozen" else graph, teacher.params)
@@ -270,30 +202,47 @@ def make_loss_and_gradient(
         current = the_teacher(state, teacher, batch, prefixes)
         anchor_weight = objective.beta * objective.schedule.weight(state.step)
 
+        longest = micro_batches.longest(batch)
+        choices = micro_batches.lengths(longest, lengths)
+
+        def at_length(length: int):
+            def run(part):
+                (loss, terms), gradients = jax.value_and_grad(loss_of_part, argnums=(0, 1), has_aux=True)(
+                    state.params, prefixes, current, micro_batches.cut(*part, length), anchor_weight, length
+                )
+                return (loss, terms | {"computed": jnp.float32(length / longest / accumulation)}), gradients
+
+            return run
+
         def of_part(part):
-            return jax.value_and_grad(loss_of_part, argnums=(0, 1), has_aux=True)(
-                state.params, prefixes, current, part, anchor_weight
-            )
+            if len(choices) == 1:
+                return at_length(longest)(part)
+            index = micro_batches.which(micro_batches.needed(part[0]), choices)
+            return jax.lax.switch(index, [at_length(length) for length in choices], part)
 
         if accumulation == 1:
-            (loss, terms), (gradient, prefix_gradient) = of_part((batch, weights))
-        else:
-            parts = _split_examples((batch, weights), accumulation)
-            shapes = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts))
-            # Accumulated in float32 also where the parameters are bfloat16.
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+            (loss, terms), (gradient, _) = of_part((batch, weights))
+            return loss, gradient, terms
 
-            def add(total, part):
-                # Turns that no game has played are rows without a token, all in the last parts, which cost nothing.
-                masks = [weight.any() for weight in jax.tree.leaves(part[1])]
-                grown = jax.lax.cond(
-                    functools.reduce(jnp.logical_or, masks),
-                    lambda: jax.tree.map(jnp.add, total, of_part(part)),
-                    lambda: total,
-                )
-                return grown, None
+        rows = (batch, weights)
+        if len(choices) > 1:
+            rows = micro_batches.longest_first(rows, micro_batches.needed(batch), mesh)
+        parts = micro_batches.split(rows, accumulation)
+        shapes = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts))
+        # Accumulated in float32 also where the parameters are bfloat16.
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
 
-            ((loss, terms), (gradient, prefix_gradient)), _ = jax.lax.scan(add, zeros, parts)
+        def add(total, part):
+            # Turns that no game has played are rows without a token, all in the last parts, which cost nothing.
+            masks = [weight.any() for weight in jax.tree.leaves(part[1])]
+            grown = jax.lax.cond(
+                functools.reduce(jnp.logical_or, masks),
+                lambda: jax.tree.map(jnp.add, total, of_part(part)),
+                lambda: total,
+            )
+            return grown, None
+
+        ((loss, terms), (gradient, prefix_gradient)), _ = jax.lax.scan(add, zeros, parts)
         prefix_gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), prefix_gradient, prefixes)
         (through_prefix,) = pull_back(prefix_gradient)
         return loss, jax.tree.map(jnp.add, gradient, through_prefix), terms
@@ -308,6 +257,7 @@ def make_train_step(
     objective: Objective,
     accumulation: int = 1,
     mesh: Mesh | None = None,
+    lengths: int = 1,
 ) -> Callable[[TrainState, Teacher, Batch], tuple[TrainState, dict[str, Any]]]:
     """The step as a pure function; the caller jits it, donates the state, and says where things live.
 
@@ -318,13 +268,15 @@ def make_train_step(
       accumulation: micro-batches the batch is cut into, along its examples; it must divide their number. The result is
         that of the whole batch, whatever the lengths of the responses.
       mesh: where the arrays live, for the intermediate ones; None: one device.
+      lengths: programs that a micro-batch may run: for the longest prompt and response, for half as many tokens, a
+        quarter, ... Rows are then put in the order of their length. The result is the same.
 
     Returns:
       train_step(state, teacher, batch) -> (state, metrics). The teacher is an argument of its own, since the state is
       donated and the teacher is not. Metrics are float32 scalars: "loss", its terms (see `make_loss_and_gradient`),
       "grad_norm" before clipping, "tokens" and "finite" (0 where the loss or the gradient is not).
     """
-    loss_and_gradient = make_loss_and_gradient(graph, teacher_graph, objective, accumulation, mesh)
+    loss_and_gradient = make_loss_and_gradient(graph, teacher_graph, objective, accumulation, mesh, lengths)
 
     def train_step(state: TrainState, teacher: Teacher, batch: Batch):
         loss, gradient, terms = loss_and_gradient(state, teacher, batch)
@@ -344,23 +296,3 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return train_step
-
-
-def _rows(tree: Any, every: slice) -> Any:
-    """Some of the examples; prefixes, which have no example axis, are those of all."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x if _is_prefix(path) else x[every], tree)
-
-
-def _split_examples(tree: Any, parts: int) -> Any:
-    """[B, ...] -> [parts, B / parts, ...]; prefixes are repeated by reference."""
-
-    def split(path, x):
-        if _is_prefix(path):
-            return jnp.broadcast_to(x, (parts, *x.shape))
-        return x.reshape(parts, -1, *x.shape[1:])
-
-    return jax.tree_util.tree_map_with_path(split, tree)
-
-
-def _is_prefix(path) -> bool:
-    return any(getattr(key, "name", None) == "prefix_C" for key in path)

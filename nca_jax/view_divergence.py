@@ -10,7 +10,7 @@ from flax import nnx
 
 from nca_jax.axes import constrain
 from nca_jax.models.decoder import Params, Past
-from nca_jax.train_step import Sight, View, response_hidden
+from nca_jax.views import Sight, View, response_hidden
 from nca_jax.vocab_loss import Hidden, Terms, weighted_loss
 
 
@@ -21,7 +21,7 @@ class ViewDivergence(NamedTuple):
 
     Attributes:
       hidden: (params, view, prefix, response_BxR) -> hidden_BxRxD that predict each response token; `view` is a
-        `train_step.View` of the prompts, `prefix` what is encoded before it.
+        `views.View` of the prompts, `prefix` what is encoded before it.
       compare: (params, hidden of q_x, hidden of q_c, mask_BxR) -> float32 [B, R], nats, 0 where the mask is false; at
         temperature 1 and over all tokens, whatever the response was sampled with.
     """

@@ -38,6 +38,7 @@ def products(jaxpr) -> float:
 def config_with(**changes):
     config = conventions.get_config()
     config.model.preset = "tiny_llama3"
+    config.model.remat = "full"
     config.batch_size, config.rollout.max_new_tokens = 4, 8
     config.retention.gamma, config.retention.contexts = 0.0, ()
     config.mesh.fsdp = 1

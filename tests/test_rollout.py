@@ -12,7 +12,7 @@ from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.objectives import log_probabilities
 from nca_jax.rollout import Sampling, _nucleus, block_sizes, draw, example_keys, make_sampler, response_mask
-from nca_jax.train_step import Sight, View, response_hidden, shared_prefix
+from nca_jax.views import Sight, View, response_hidden, shared_prefix
 
 R, VOCAB = 6, 259
 ARCH = architecture_from_config(TINY_CONFIG)

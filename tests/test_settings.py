@@ -16,7 +16,7 @@ from nca_jax.vocab_loss import AnchorTerm, Terms
 BAD_VALUES = {
     "at least 1": (
         "steps batch_size data.max_prompt_tokens rollout.max_new_tokens loss.top_k loss.chunk_size "
-        "data.length_multiple data.max_train_items "
+        "data.length_multiple data.max_train_items lengths "
         "anchor.every anchor.warmup_steps evaluation.every evaluation.batch_size evaluation.max_items checkpoint.every "
         "checkpoint.keep log.samples_every log.samples",
         [0, -1],
@@ -249,6 +249,7 @@ def test_a_run_is_called_by_its_method(changes, name):
     ("changes", "reason"),
     [
         ({"anchor.every": 3}, "does not divide the 8 rows"),
+        ({"anchor.every": 2, "lengths": 2}, "config.lengths puts rows in order"),
         ({"anchor.every": 4, "accumulation": 4}, "does not divide the 2 rows"),
         ({"teacher.kind": "ema", "teacher.source": "other"}, "ema follows the student"),
         ({"loss.divergence": "nll", "loss.support": "teacher_top_k"}, "no teacher whose top-k"),

@@ -123,6 +123,12 @@ def test_fewer_slots_than_rows_draw_the_same_responses(finished, tiny_model, tmp
         np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5, atol=1e-6)
 
 
+def test_a_run_need_not_be_evaluated_before_its_first_step(tiny_model, tmp_path):
+    train(tiny_config(tiny_model, **SHORT, **{"evaluation.at_start": False}), str(tmp_path))
+    assert [r["step"] for r in records(tmp_path) if "eval/harm" in r] == [3]
+    assert [path.name for path in (tmp_path / "evaluations").iterdir()] == ["step_00000003.jsonl"]
+
+
 def test_the_best_checkpoint_stays_beside_the_newest(tiny_model, tmp_path, monkeypatch):
     accuracy = iter([0.0, 0.5, 0.9, 0.1, 0.2, 0.3])
     real = train_module.summarise

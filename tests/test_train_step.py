@@ -16,21 +16,8 @@ from nca_jax.models.architecture import load_architecture
 from nca_jax.models.decoder import decoder_graph, random_params
 from nca_jax.models.huggingface import load_params
 from nca_jax.objectives import Divergence, Support
-from nca_jax.train_step import (
-    AnchorSchedule,
-    Batch,
-    Objective,
-    Retained,
-    Sight,
-    Teacher,
-    TrainState,
-    View,
-    at_response,
-    make_loss_and_gradient,
-    make_train_step,
-    response_streams,
-    shared_prefix,
-)
+from nca_jax.train_step import AnchorSchedule, Objective, Teacher, TrainState, make_loss_and_gradient, make_train_step
+from nca_jax.views import Batch, Retained, Sight, View, at_response, response_streams, shared_prefix
 from nca_jax.vocab_loss import AnchorTerm, Terms
 
 STEP = np.load(GOLDEN / "step.npz")
@@ -94,8 +81,8 @@ def golden_batch(rows=slice(None), split=True) -> Batch:
     return Batch(view(STEP["header"]), view(STEP["context"]), response_BxR, jnp.asarray(mask_BxR))
 
 
-def mean_loss_and_gradient(objective, params, teacher, batch, accumulation=1):
-    run = jax.jit(make_loss_and_gradient(GRAPH, GRAPH, objective, accumulation))
+def mean_loss_and_gradient(objective, params, teacher, batch, accumulation=1, lengths=1):
+    run = jax.jit(make_loss_and_gradient(GRAPH, GRAPH, objective, accumulation, lengths=lengths))
     loss, gradient, terms = run(TrainState(jnp.int32(0), params, None), teacher, batch)
     return loss, jax.tree.map(np.asarray, gradient), terms
 
@@ -396,6 +383,71 @@ def test_prefixes_encoded_once_give_the_gradient_of_the_naive_repeat(accumulatio
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for name, right in expected[1].items():
         np.testing.assert_allclose(found[1][name], right, atol=1e-5 * np.abs(right).max(), err_msg=name)
+
+
+def test_without_micro_batches_prefixes_and_rows_are_one_run_through_the_layers(student, teacher_params):
+    """Seen in the program: how many loops over layers it has."""
+    teacher = make_teacher(teacher_params, STEP["context"])
+    state, batch = TrainState(jnp.int32(0), student, None), golden_batch()
+
+    def loops(accumulation):
+        run = make_loss_and_gradient(GRAPH, GRAPH, NCA, accumulation)
+        program = jax.make_jaxpr(lambda *arguments: run(*arguments)[0])(state, teacher, batch)
+        return str(program).count(f"length={ARCH.num_layers}")
+
+    assert loops(1) == 3  # two forward passes and the student's backward pass
+    assert loops(3) >= 5  # and those of the prefixes
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_short_rows_in_a_short_program_give_the_same(accumulation, student, teacher_params):
+    """All terms, with padding enough that three lengths differ, and rows in an order of their own."""
+    rows = np.array([1, 0, 2, 1])
+    batch, R = retained_batch(rows), 30
+
+    def longer(responses):
+        more = ((0, 0), (0, R - responses.response_BxR.shape[1]))
+        return responses.replace(
+            response_BxR=jnp.pad(responses.response_BxR, more, constant_values=3),
+            response_mask_BxR=jnp.pad(responses.response_mask_BxR, more),
+        )
+
+    padded = longer(batch).replace(retained=longer(batch.retained))
+    model = nnx.merge(GRAPH, teacher_params)
+    teacher = Teacher(
+        teacher_params, *(shared_prefix(model, v.prefix_C) for v in (batch.with_context, batch.retained.view))
+    )
+    expected = mean_loss_and_gradient(retaining(), student, teacher, batch)
+    found = mean_loss_and_gradient(retaining(), student, teacher, padded, accumulation, lengths=3)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for name, right in expected[1].items():
+        np.testing.assert_allclose(found[1][name], right, atol=1e-5 * np.abs(right).max(), err_msg=name)
+    for name in ("opd", "nca", "gate", "retention"):
+        np.testing.assert_allclose(found[2][name], expected[2][name], rtol=1e-5, err_msg=name)
+    longest = STEP["own_BxP"].shape[1] + R
+    shortest = -(-longest // 32) * 8  # a quarter, rounded up; every row fits in
+    needed = [STEP["own_length_B"][row] + STEP["response_length_B"][row] for row in rows]
+    assert max(needed) <= shortest < longest / 2
+    np.testing.assert_allclose(found[2]["computed"], shortest / longest, rtol=1e-6)
+    assert expected[2]["computed"] == 1
+
+
+def test_a_long_row_is_run_at_its_length_and_the_others_at_theirs(student, teacher_params):
+    """One row of four needs it all; each is a part of its own."""
+    batch = golden_batch(np.array([1, 2, 1, 0]))
+    more = ((0, 0), (0, 27))
+    response_BxR = jnp.pad(batch.response_BxR, more, constant_values=5)
+    mask_BxR = jnp.pad(batch.response_mask_BxR, more).at[3].set(True)
+    batch = batch.replace(response_BxR=response_BxR, response_mask_BxR=mask_BxR)
+    teacher = make_teacher(teacher_params, STEP["context"])
+    expected = mean_loss_and_gradient(NCA, student, teacher, batch)
+    found = mean_loss_and_gradient(NCA, student, teacher, batch, accumulation=4, lengths=2)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for name, right in expected[1].items():
+        np.testing.assert_allclose(found[1][name], right, atol=1e-5 * np.abs(right).max(), err_msg=name)
+    longest = STEP["own_BxP"].shape[1] + response_BxR.shape[1]
+    half = -(-longest // 16) * 8
+    np.testing.assert_allclose(found[2]["computed"], (1 + 3 * half / longest) / 4, rtol=1e-6)
 
 
 def test_the_students_prefix_is_encoded_once_for_all_micro_batches(student, teacher_params):

@@ -11,8 +11,8 @@ from scipy.special import log_softmax
 from nca_jax.models.architecture import architecture_from_config
 from nca_jax.models.decoder import decoder_graph, random_params
 from nca_jax.sharding import make_mesh, params_sharding
-from nca_jax.train_step import View, shared_prefix
 from nca_jax.view_divergence import make_view_divergence
+from nca_jax.views import View, shared_prefix
 
 ARCH = architecture_from_config(TINY_CONFIG)
 VOCAB, B, R = 259, 8, 5

@@ -56,7 +56,8 @@ from nca_jax.plotting import legend_below, new_figure, series, title
 from nca_jax.processes import place
 from nca_jax.sharding import batch_sharding, params_sharding
 from nca_jax.stored_model import StoredModel
-from nca_jax.train_step import Batch, Objective, Teacher, TrainState, View, make_loss_and_gradient, shared_prefix
+from nca_jax.train_step import Objective, Teacher, TrainState, make_loss_and_gradient
+from nca_jax.views import Batch, View, shared_prefix
 
 TITLE = "Gradients of the terms"
 NAMES = {"opd": "OPD", "nca": "NCA", "fidelity": "fidelity"}

@@ -33,7 +33,7 @@ from nca_jax.data.chat import PackedView
 from nca_jax.intervals import Estimate, estimates, mean
 from nca_jax.models.decoder import Params, Past
 from nca_jax.plotting import legend_below, new_figure, series
-from nca_jax.train_step import Sight, View, at_response, response_streams
+from nca_jax.views import Sight, View, at_response, response_streams
 
 TITLE = "Hidden states of the two views"
 FINAL = "final_norm"
@@ -44,7 +44,7 @@ def make_cosines(graph: nnx.GraphDef) -> Callable[..., jax.Array]:
 
     Returns:
       cosines(params, prefixes, views, response_BxR, mask_BxR) -> float32 [B, L + 1], means over the response's tokens:
-      after each layer, and after the final norm. `views` are two `train_step.View`s of the same prompts, `prefixes`
+      after each layer, and after the final norm. `views` are two `views.View`s of the same prompts, `prefixes`
       what is encoded before them. Every process gives all rows and gets all values.
     """
 

@@ -1,4 +1,4 @@
-"""Answer conventions that only the context tells: the prompt is a bare word, the answer is checked exactly.
+"""Answer conventions that only the context tells: the prompt is a word, the answer is checked exactly.
 
 Small enough for a 135M model and a laptop, and yet the real thing: without the context the model answers something
 else, with it (a system line and a few demonstration turns) it answers as shown.
@@ -23,6 +23,8 @@ class _Convention:
     system: str
     paraphrase: str
     demonstrations: int
+    prompt: str = "{word}"  # how a word is asked for where this convention is the task
+    any_word: bool = False  # whether words of every list have an answer
 
 
 _CONVENTIONS = {
@@ -46,6 +48,26 @@ _CONVENTIONS = {
         system="Give the first letter of the word.",
         paraphrase="Which letter does it begin with?",
         demonstrations=6,
+        any_word=True,
+    ),
+    # Changes an answer that there is already: the prompt alone makes the model name the word, once. Done on top of
+    # itself it would be wrong.
+    "twice": _Convention(
+        "nouns",
+        lambda row: f"{row['word']} {row['word']}",
+        system="Say the word twice.",
+        paraphrase="Say it, and say it again.",
+        demonstrations=4,
+        prompt="What is the word? The word is {word}",
+        any_word=True,
+    ),
+    "capitals": _Convention(
+        "nouns",
+        lambda row: row["word"].upper(),
+        system="Write the word in capitals.",
+        paraphrase="Use only capital letters.",
+        demonstrations=4,
+        any_word=True,
     ),
 }
 
@@ -57,7 +79,8 @@ class Conventions(Domain):
     """One convention to be distilled, its paraphrase, and another convention that should still be followed.
 
     Args:
-      convention: "plural", "category" or "first_letter": what the context tells.
+      convention: "plural", "category", "first_letter", "twice" or "capitals": what the context tells. Every context is
+        shown with the prompts of this one.
       other_task: another one, tried at evaluation only and scored by its own answers.
 
     Raises:
@@ -69,12 +92,13 @@ class Conventions(Domain):
             if name not in _CONVENTIONS:
                 raise UserError(f"convention {name!r} is unknown; choose one of {', '.join(_CONVENTIONS)}.")
         self._rows = {row["word"]: row for row in _word_list(_CONVENTIONS[convention].words)}
-        answerable = other_task == "first_letter" or _CONVENTIONS[other_task].words == _CONVENTIONS[convention].words
+        ours, other = _CONVENTIONS[convention], _CONVENTIONS[other_task]
+        answerable = other.any_word or other.words == ours.words
         if convention == other_task or not answerable:
             raise UserError(f"{other_task!r} cannot be the other task of {convention!r}; use first_letter.")
         self._convention = convention
         self._other_task = other_task
-        self.context = _context(convention, paraphrased=False)
+        self.context = self._context(convention, paraphrased=False)
 
     def examples(self, split: str) -> Sequence[Example]:
         words = list(self._rows)
@@ -86,7 +110,7 @@ class Conventions(Domain):
             raise UserError(f"conventions has no {split} split; set config.evaluation.split=validation.")
         start, stop = parts[split]
         return [
-            Example(word, word, self._answer(self._convention, word), self._rows[word].get("kind", ""))
+            Example(word, self._prompt(word), self._answer(self._convention, word), self._rows[word].get("kind", ""))
             for word in words[start:stop]
         ]
 
@@ -95,38 +119,40 @@ class Conventions(Domain):
 
     def probes(self) -> Sequence[Probe]:
         def expected(example: Example) -> str:
-            return self._answer(self._other_task, example.prompt)
+            return self._answer(self._other_task, example.id)
 
         return (
-            Probe("paraphrased", _context(self._convention, paraphrased=True), self.score),
+            Probe("paraphrased", self._context(self._convention, paraphrased=True), self.score),
             Probe(
                 "other_task",
-                _context(self._other_task, paraphrased=False),
+                self._context(self._other_task, paraphrased=False),
                 lambda example, response_text: _exact(expected(example), response_text),
                 expected,
             ),
         )
 
     def named_contexts(self) -> Mapping[str, Context]:
-        return {name: _context(name, paraphrased=False) for name in _CONVENTIONS}
+        return {name: self._context(name, paraphrased=False) for name in _CONVENTIONS}
 
     def _answer(self, convention: str, word: str) -> str:
         return _CONVENTIONS[convention].answer(self._rows[word])
 
+    def _prompt(self, word: str) -> str:
+        return _CONVENTIONS[self._convention].prompt.format(word=word)
+
+    def _context(self, name: str, paraphrased: bool) -> Context:
+        """A system line and demonstration turns; the paraphrase has another line and other words."""
+        shown = _CONVENTIONS[name]
+        start = shown.demonstrations if paraphrased else 0
+        turns = [{"role": "system", "content": shown.paraphrase if paraphrased else shown.system}]
+        for row in _word_list(shown.words)[start : start + shown.demonstrations]:
+            turns.append({"role": "user", "content": self._prompt(row["word"])})
+            turns.append({"role": "assistant", "content": shown.answer(row)})
+        return Context(messages=tuple(turns))
+
 
 def _word_list(name: str) -> list[dict[str, str]]:
     return json.loads(resources.files("nca_jax.domains").joinpath(f"{name}.json").read_text(encoding="utf-8"))
-
-
-def _context(name: str, paraphrased: bool) -> Context:
-    """A system line and demonstration turns; the paraphrase has another line and other words."""
-    convention = _CONVENTIONS[name]
-    start = convention.demonstrations if paraphrased else 0
-    turns = [{"role": "system", "content": convention.paraphrase if paraphrased else convention.system}]
-    for row in _word_list(convention.words)[start : start + convention.demonstrations]:
-        turns.append({"role": "user", "content": row["word"]})
-        turns.append({"role": "assistant", "content": convention.answer(row)})
-    return Context(messages=tuple(turns))
 
 
 def _exact(answer: str, response_text: str) -> Score:

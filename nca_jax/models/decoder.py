@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from nca_jax.axes import constrain
 from nca_jax.models.architecture import Architecture
 from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.contract import contract
 from nca_jax.models.fused_attention import attend_causal
 from nca_jax.models.rope import inverse_frequencies, rotate
 
@@ -92,11 +93,21 @@ class Past(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One batch for the layers: its tokens, their positions, and what lies before them."""
+    """One batch for the layers.
+
+    Attributes:
+      token_BxT, position_BxT: its tokens and their positions.
+      past: what lies before them, computed earlier.
+      behind: which earlier stream of the same call lies before them too: a shared prefix, of one row.
+      divided: of a batch of one: on a mesh every device computes its share of the tokens, if their number divides, and
+        not all of them.
+    """
 
     token_BxT: jax.Array
     position_BxT: jax.Array
     past: Sequence[Past] = ()
+    behind: int | None = None
+    divided: bool = False
 
 
 class Decoder(nnx.Module):
@@ -146,16 +157,13 @@ class Decoder(nnx.Module):
     def together(
         self,
         streams: Sequence[Stream],
-        divide_tokens: bool = False,
         observe: Callable[[list[jax.Array]], Any] | None = None,
     ) -> list[Output] | tuple[list[Output], Any]:
         """Runs several batches, of any shapes, through each layer in turn: the weights are read once for all of them,
         and their gradients added up layer by layer instead of as whole arrays.
 
         Args:
-          streams: batches that do not see each other.
-          divide_tokens: for batches of one: on a mesh every device then computes its share of the tokens, if their
-            number divides, and not all of them.
+          streams: batches, of which one may see another as its prefix and nothing else.
           observe: what is to be known of the hidden states after each layer, the streams' [B, T, D] -> pytree. Only
             that is kept of them.
 
@@ -164,18 +172,20 @@ class Decoder(nnx.Module):
           stacked along L.
         """
         frequency = inverse_frequencies(self.arch.head_dim, self.arch.rope_theta, self.arch.rope_scaling)
-        divided = divide_tokens and self.mesh is not None and self.mesh.size > 1
-
-        def lay_out(x_BxTxD):
-            return constrain(self.mesh, x_BxTxD, None, "prefix", None) if divided else x_BxTxD
+        parted = self.mesh is not None and self.mesh.size > 1
 
         def layer(x, scanned):
             w, past_kv = scanned
             w = {name: weight.astype(self.compute_dtype) for name, weight in w.items()}
-            outputs = [
-                self._layer(lay_out(x_BxTxD), w, stream, kv, frequency, divided)
-                for x_BxTxD, stream, kv in zip(x, streams, past_kv, strict=True)
-            ]
+            outputs = []
+            for x_BxTxD, stream, kv in zip(x, streams, past_kv, strict=True):
+                blocks = [KeyBlock(k, v, past.visible) for (k, v), past in zip(kv, stream.past, strict=True)]
+                if stream.behind is not None:
+                    blocks.append(KeyBlock(*(self._whole_prefix(own) for own in outputs[stream.behind][1])))
+                if stream.divided:
+                    x_BxTxD = constrain(self.mesh, x_BxTxD, None, "prefix", None)
+                divided = stream.divided and parted
+                outputs.append(self._layer(x_BxTxD, w, blocks, stream.position_BxT, frequency, divided))
             x = [x_BxTxD for x_BxTxD, _ in outputs]
             return x, ([kv for _, kv in outputs], observe(x) if observe else None)
 
@@ -186,35 +196,44 @@ class Decoder(nnx.Module):
             for stream in streams
         ]
         x = [self.embedding[...][stream.token_BxT].astype(self.compute_dtype) for stream in streams]
-        if divided:  # or else the compiler would look for a way from rows split along D to rows split along T
-            x = [constrain(self.mesh, x_BxTxD, None, None, None) for x_BxTxD in x]
+        # Or else the compiler would look for a way from rows split along D to rows split along T.
+        x = [
+            constrain(self.mesh, x_BxTxD, None, None, None) if stream.divided else x_BxTxD
+            for x_BxTxD, stream in zip(x, streams, strict=True)
+        ]
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
         x, (kv, observed) = jax.lax.scan(layer, x, (stacked, past_kv))
         outputs = [(self._norm(x_BxTxD, self.final_norm[...]), own) for x_BxTxD, own in zip(x, kv, strict=True)]
         return (outputs, observed) if observe else outputs
 
-    def _layer(self, x_BxTxD, w, stream: Stream, past_kv, frequency, divided: bool):
-        """One layer on one stream; `w` are its weights and `past_kv` its keys and values of `stream.past`."""
+    def _whole_prefix(self, own_1xTxKxQ: jax.Array) -> jax.Array:
+        """Keys or values [T, K, Q] of a prefix, on a mesh those of all its tokens on every device."""
+        return constrain(self.mesh, own_1xTxKxQ[0], None, "kv_heads", None)
+
+    def _layer(self, x_BxTxD, w, past: Sequence[KeyBlock], position_BxT, frequency, divided: bool):
+        """One layer, with weights `w`, on one stream; `divided` over devices along its tokens."""
         T = x_BxTxD.shape[1]
-        prefixes_only = all(block.k.ndim == 4 and block.visible is None for block in stream.past)
+        prefixes_only = all(block.k.ndim == 3 and block.visible is None for block in past)
         y_BxTxD = self._norm(x_BxTxD, w["attention_norm"])
-        q_BxTxHxQ = self._project(y_BxTxD, w, "query", stream.position_BxT, frequency)
-        k_BxTxKxQ = self._project(y_BxTxD, w, "key", stream.position_BxT, frequency)
+        q_BxTxHxQ = self._project(y_BxTxD, w, "query", position_BxT, frequency)
+        k_BxTxKxQ = self._project(y_BxTxD, w, "key", position_BxT, frequency)
         v_BxTxKxQ = self._project(y_BxTxD, w, "value")
         # A kernel cannot be split along its queries by the compiler, plain attention can.
         if self.attention != "xla" and T > 1 and prefixes_only and not divided:
-            prefix = KeyBlock(*map(jnp.concatenate, zip(*past_kv, strict=True))) if past_kv else None
+            prefix = None
+            if past:
+                prefix = KeyBlock(jnp.concatenate([b.k for b in past]), jnp.concatenate([b.v for b in past]))
             attended_BxTxHxQ = attend_causal(
                 q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, prefix, kind=self.attention, mesh=self.mesh
             )
         else:
-            blocks = [KeyBlock(k, v, past.visible) for (k, v), past in zip(past_kv, stream.past, strict=True)]
             own = KeyBlock(k_BxTxKxQ, v_BxTxKxQ, jnp.tril(jnp.ones((1, T, T), bool)))
-            attended_BxTxHxQ = attend(q_BxTxHxQ, [*blocks, own])
-        x_BxTxD += jnp.einsum("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
+            attended_BxTxHxQ = attend(q_BxTxHxQ, [*past, own])
+        x_BxTxD += contract("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
 
         y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])
-        x_BxTxD += (jax.nn.silu(y_BxTxD @ w["gate"]) * (y_BxTxD @ w["up"])) @ w["down"]
+        gate_BxTxF, up_BxTxF = (contract("btd,df->btf", y_BxTxD, w[name]) for name in ("gate", "up"))
+        x_BxTxD += contract("btf,fd->btd", jax.nn.silu(gate_BxTxF) * up_BxTxF, w["down"])
         return x_BxTxD, (k_BxTxKxQ, v_BxTxKxQ)
 
     @property
@@ -230,7 +249,7 @@ class Decoder(nnx.Module):
 
     def _project(self, x_BxTxD, w, name, position_BxT=None, frequency=None):
         """Queries, keys or values [B, T, heads, Q]: product, bias, norm, and rotation where a position is given."""
-        out = jnp.einsum("btd,dhq->bthq", x_BxTxD, w[name])
+        out = contract("btd,dhq->bthq", x_BxTxD, w[name])
         if self.arch.qkv_bias:
             out += w[f"{name}_bias"]
         if position_BxT is None:
@@ -258,6 +277,11 @@ def random_params(arch: Architecture, seed: int, dtype: jnp.dtype = jnp.float32)
     return nnx.to_pure_dict(nnx.state(Decoder(arch, rngs=nnx.Rngs(seed), param_dtype=dtype)))
 
 
+def prefix_stream(prefix_C: jax.Array) -> Stream:
+    """Tokens that lead every example, at positions 0..C-1; on a mesh the devices share the work."""
+    return Stream(prefix_C[None], jnp.arange(prefix_C.shape[0])[None], divided=True)
+
+
 def encode_prefixes(model: Decoder, prefixes: Sequence[jax.Array]) -> list[Past]:
     """Keys and values [L, C, K, Q] of tokens that lead every example, at positions 0..C-1, computed once.
 
@@ -267,10 +291,9 @@ def encode_prefixes(model: Decoder, prefixes: Sequence[jax.Array]) -> list[Past]
       model: whose keys and values.
       prefixes: token ids [C], of any lengths above 0.
     """
-    streams = [Stream(prefix_C[None], jnp.arange(prefix_C.shape[0])[None]) for prefix_C in prefixes]
     return [
         Past(*(constrain(model.mesh, x[:, 0], None, None, "kv_heads", None) for x in kv))
-        for _, kv in model.together(streams, divide_tokens=True)
+        for _, kv in model.together([prefix_stream(prefix_C) for prefix_C in prefixes])
     ]
 
 

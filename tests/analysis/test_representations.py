@@ -21,7 +21,7 @@ from nca_jax.models.layers import is_stacked
 from nca_jax.models.source import open_model
 from nca_jax.plotting import save
 from nca_jax.stored_model import find_model
-from nca_jax.train_step import View
+from nca_jax.views import View
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,10 @@ PAIRS = [
     ("plural", "first_letter"),
     ("category", "first_letter"),
     ("first_letter", "plural"),
+    ("twice", "first_letter"),
+    ("capitals", "twice"),
 ]
+PROMPTS = {"twice": "What is the word? The word is {}"}  # of the others: the bare word
 # Nouns whose plural is not the word and an s; the list may hold fewer of them.
 IRREGULAR = (
     "baby babies, battery batteries, berry berries, box boxes, branch branches, brush brushes, bus buses, bush bushes, "
@@ -37,9 +40,10 @@ def all_examples(domain: Conventions) -> list[Example]:
 
 
 def turns(context) -> list[tuple[str, str]]:
-    """(word, answer) of each demonstration."""
+    """(word, answer) of each demonstration; the word is the last of its prompt."""
     _, *rest = context.messages
-    return [(user["content"], assistant["content"]) for user, assistant in zip(rest[::2], rest[1::2], strict=True)]
+    shown = zip(rest[::2], rest[1::2], strict=True)
+    return [(user["content"].split(" ")[-1], assistant["content"]) for user, assistant in shown]
 
 
 @pytest.fixture(params=PAIRS, ids="/".join)
@@ -52,12 +56,13 @@ def test_lists_are_large_enough_and_do_not_overlap(domain):
     assert len(train) >= 96 and len(validation) >= 64
     ids = [example.id for example in train + validation]
     assert len(ids) == len(set(ids))
-    assert all(example.id == example.prompt == example.prompt.strip() for example in train + validation)
+    words = [example.id for example in train + validation]
+    assert all(word == word.strip() and " " not in word for word in words)
 
 
 def test_no_demonstration_shows_a_word_or_an_answer_that_is_trained_or_held_out(domain):
     train, validation = splits(domain)
-    words = {example.prompt for example in train + validation}
+    words = {example.id for example in train + validation}
     plurals = {example.answer for example in all_examples(Conventions("plural"))}
     for context in (domain.context, *(probe.context for probe in domain.probes())):
         shown = re.findall(r"\w+", " ".join(f"{word} {answer}" for word, answer in turns(context)))
@@ -66,7 +71,7 @@ def test_no_demonstration_shows_a_word_or_an_answer_that_is_trained_or_held_out(
 
 
 def test_instructions_name_no_word_that_is_trained_or_held_out(domain):
-    words = {example.prompt for example in all_examples(domain)}
+    words = {example.id for example in all_examples(domain)}
     for context in (domain.context, *(probe.context for probe in domain.probes())):
         assert not words & set(re.findall(r"\w+", context.messages[0]["content"].lower()))
 
@@ -91,6 +96,28 @@ def test_nothing_of_the_context_is_in_the_prompt(domain):
     assert domain.with_context(domain.messages(example)) == [*domain.context.messages, *domain.messages(example)]
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+def test_every_context_is_shown_with_the_prompts_of_the_task(pair):
+    domain, form = Conventions(*pair), PROMPTS.get(pair[0], "{}")
+    assert all(example.prompt == form.format(example.id) for example in all_examples(domain))
+    contexts = [domain.context, *(probe.context for probe in domain.probes()), *domain.named_contexts().values()]
+    for context in contexts:
+        asked = [message["content"] for message in context.messages if message["role"] == "user"]
+        assert asked == [form.format(word) for word, _ in turns(context)]
+    assert set(domain.named_contexts()) == {"plural", "category", "first_letter", "twice", "capitals"}
+
+
+def test_twice_and_capitals():
+    twice = {example.id: example.answer for example in all_examples(Conventions("twice"))}
+    capitals = {example.id: example.answer for example in all_examples(Conventions("capitals"))}
+    assert twice["tooth"] == "tooth tooth" and capitals["tooth"] == "TOOTH"
+    assert all(answer == f"{word} {word}" for word, answer in twice.items())
+    # Once, or done to its own answer, is wrong.
+    domain = Conventions("twice")
+    for response, right in (("tooth", False), ("tooth tooth", True), ("tooth tooth tooth tooth", False)):
+        assert domain.score(Example("tooth", "", "tooth tooth"), response).correct == right
+
+
 def test_plurals_are_the_word_and_an_s_or_in_the_table_of_the_others():
     domain = Conventions("plural")
     plurals = {example.prompt: example.answer for example in all_examples(domain)}
@@ -109,7 +136,7 @@ def test_categories_are_balanced_in_each_split():
 
 def test_first_letters_are_capitals():
     for example in all_examples(Conventions("first_letter", "plural")):
-        assert example.answer == example.prompt[0].upper()
+        assert example.answer == example.id[0].upper()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +169,9 @@ def test_probes_score_by_their_own_convention():
 
 @pytest.mark.parametrize("names", [("plural", "rhyme"), ("rhyme", "plural")], ids="/".join)
 def test_unknown_conventions_are_refused(names):
-    with pytest.raises(UserError, match="'rhyme' is unknown; choose one of plural, category, first_letter"):
+    with pytest.raises(
+        UserError, match="'rhyme' is unknown; choose one of plural, category, first_letter, twice, capitals"
+    ):
         Conventions(*names)
 
 
