@@ -24,7 +24,8 @@ from flax import nnx
 
 from nca_jax.models.decoder import decoder_graph, random_params
 from nca_jax.models.presets import preset
-from nca_jax.train_step import Batch, Objective, Teacher, TrainState, View, make_loss_and_gradient, shared_prefix
+from nca_jax.train_step import Objective, Teacher, TrainState, make_loss_and_gradient
+from nca_jax.views import Batch, View, shared_prefix
 from nca_jax.vocab_loss import AnchorTerm, Terms
 
 RESULTS = Path(__file__).parent / "results" / "prefix.json"

@@ -37,7 +37,7 @@ from nca_jax.models.decoder import Past, decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.models.source import resolve
 from nca_jax.rollout import Sampling, block_sizes, example_keys, make_sampler, own_tokens
-from nca_jax.train_step import shared_prefix
+from nca_jax.views import shared_prefix
 
 RESULTS = Path(__file__).parent / "results" / "rollout.json"
 PROMPT, FIRST_BLOCK = 64, 64

@@ -6,8 +6,9 @@
 
 Every side is a process of its own (`benchmarks/peers/`) with the same model in float32, the same token ids and as many
 threads. They take turns, one repetition each, and wait while another works. The first repetition of a process that
-compiles is apart, and so is the first of all of one that does not. Recomputing in the backward pass is off on both
-sides up to a context of RECOMPUTE_FROM tokens, where TRL would need more memory than a laptop has.
+compiles is apart, and so is the first of all of one that does not. From a context of RECOMPUTE_FROM tokens on both
+sides compute the layers anew in the backward pass, for TRL would need more memory than a laptop has; below that TRL
+keeps everything and ours (`remat=dots`, which measured fastest) all but what is cheap to compute.
 
 Results: benchmarks/results/side_by_side.json; a row that is measured again replaces the old one. Rows marked "busy"
 were measured while others used the machine, and their times say nothing.
@@ -254,7 +255,7 @@ class Comparison:
         for context in map(int, self._arguments.contexts.split(",")):
             for part, rollout in (("step", False), ("rollout", True)):
                 if part in parts:
-                    for objective in ("opd", "nca"):
+                    for objective in self._arguments.objectives.split(","):
                         self._step(context, objective, rollout)
         self._ours.close()
         self._trl.close()
@@ -370,6 +371,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", default="sampling,loss,step,rollout", help="rollout: steps that draw their responses"
     )
+    parser.add_argument("--objectives", default="opd,nca", help="of the steps")
     parser.add_argument("--repeats", type=int, default=3, help="timed repetitions of each side")
     parser.add_argument("--threads", type=int, default=2, help="cores of each side")
     parser.add_argument("--model", default="smollm2_135m_instruct", help="or tiny_qwen3, with random weights")

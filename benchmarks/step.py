@@ -28,7 +28,8 @@ from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.models.source import resolve
 from nca_jax.rollout import Sampling, example_keys, make_sampler
-from nca_jax.train_step import Batch, Objective, Teacher, TrainState, View, make_train_step, shared_prefix
+from nca_jax.train_step import Objective, Teacher, TrainState, make_train_step
+from nca_jax.views import Batch, View, shared_prefix
 from nca_jax.vocab_loss import AnchorTerm, Terms
 
 RESULTS = Path(__file__).parent / "results" / "step.json"

@@ -21,7 +21,8 @@ from nca_jax.models.decoder import decoder_graph
 from nca_jax.models.huggingface import load_params
 from nca_jax.objectives import Divergence
 from nca_jax.rollout import Sampling, example_keys, make_sampler
-from nca_jax.train_step import Batch, Objective, Teacher, TrainState, View, make_train_step, shared_prefix
+from nca_jax.train_step import Objective, Teacher, TrainState, make_train_step
+from nca_jax.views import Batch, View, shared_prefix
 from nca_jax.vocab_loss import AnchorTerm, Hidden, Terms, weighted_loss
 
 
@@ -79,7 +80,7 @@ class Ours:
         self._batch = make_batch(load_inputs(inputs))
         terms = Terms(vocab_size=self._arch.vocab_size, anchor=AnchorTerm() if objective == "nca" else None)
         goal = Objective(terms, beta=beta if objective == "nca" else 0.0)
-        graph = decoder_graph(self._arch, remat="full" if recompute else "none")
+        graph = decoder_graph(self._arch, remat="full" if recompute else "dots")
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.0))
         self._train_step = jax.jit(make_train_step(graph, graph, optimizer, goal), donate_argnums=0)
         # Not donated here, which makes copies: the teacher keeps the same weights.
