@@ -18,10 +18,10 @@ Results: benchmarks/results/arrangement.json.
 import argparse
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.rollout import interleaved, random_ids, ratio, rounded
 from nca_jax.models import decoder
 from nca_jax.models.architecture import Architecture, load_architecture
 from nca_jax.models.decoder import REMAT_POLICIES, Params, Stream, decoder_graph
@@ -51,20 +52,12 @@ def measured(variants: dict[str, Callable], arguments: tuple, repeats: int) -> d
         programs[name] = jax.jit(run).lower(*arguments).compile()
         compile_seconds[name] = round(time.perf_counter() - began, 1)
         temporary[name] = programs[name].memory_analysis().temp_size_in_bytes // 10**6
-    seconds = {name: [] for name in variants}
-    for i in range(repeats + 1):
-        for name, program in programs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            if i:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
+    runs = {name: partial(program, *arguments) for name, program in programs.items()}
+    seconds = interleaved(runs, repeats)
     first = next(iter(seconds))
     return {
-        f"seconds / those of {first!r}": {
-            name: round(statistics.median(a / b for a, b in zip(values, seconds[first], strict=True)), 3)
-            for name, values in seconds.items()
-        },
-        "median seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
+        f"seconds / those of {first!r}": {name: ratio(values, seconds[first]) for name, values in seconds.items()},
+        "median seconds": rounded(seconds),
         "temporary MB": temporary,
         "compile seconds": compile_seconds,
     }
@@ -85,10 +78,6 @@ def pass_of(arch: Architecture, remat: str, streams: int, product: Callable) -> 
             return jax.grad(loss)(params)
 
     return run
-
-
-def random_ids(vocab_size: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).integers(3, vocab_size, shape), jnp.int32)
 
 
 def products(arch: Architecture, params: Params, repeats: int) -> dict:

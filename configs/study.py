@@ -80,7 +80,6 @@ def get_config(setting: str = "plural") -> ConfigDict:
     check_setting(task, TASKS)
     config = conventions.get_config(task)
     config.anchor.schedule = "constant"  # as in the paper
-    config.model.remat = "none"  # so few tokens fit into memory as they are
 
     config.evaluation.every = 5  # what happens on the way is the question
     config.evaluation.at_start = False  # see opd

@@ -41,14 +41,14 @@ def train_step_flops(
     A gradient costs twice its forward pass.
 
     Returns:
-      "q_x", "q_c", "f", "retention" (passes behind known prefixes), "prefixes" (the student's; a frozen teacher's are
-      made once per run), "heads", and apart from what the arithmetic needs "recomputed": the forward passes that
-      `model.remat=full` makes a second time to save memory.
+      "q_x", "q_c", "f", "retention" (passes behind known prefixes), "prefixes" (the student's and an averaged
+      teacher's; a frozen one's are made once per run), "heads", and apart from what the arithmetic needs "recomputed":
+      the forward passes that `model.remat=full` makes a second time to save memory.
     """
     B, R = settings.rows(config), config.rollout.max_new_tokens
     T, share = tokens.prompt + R, 1 / config.anchor.every if config.anchor.beta else 0.0
     retained = B if config.retention.gamma else 0
-    live = config.teacher.kind != "frozen"
+    live, averaged = config.teacher.kind == "live", config.teacher.kind == "ema"
     without, behind = layers_flops(student, T, tokens.template), layers_flops(student, T, tokens.context)
     of_teacher = layers_flops(teacher, T, tokens.context)
     of_prefixes = layers_flops(student, tokens.template)
@@ -61,7 +61,7 @@ def train_step_flops(
         "q_c": 3 * B * share * behind,
         "f": 0.0 if config.loss.divergence == "nll" and config.anchor.target == "student" else B * of_teacher,
         "retention": retained * (3 * behind + of_teacher),
-        "prefixes": 3 * of_prefixes,
+        "prefixes": 3 * of_prefixes + averaged * (1 + bool(retained)) * layers_flops(student, tokens.context),
         "heads": (3 + 3 * share) * head_flops(student, B * R) + head_flops(teacher, B * R),
     }
     if retained:

@@ -17,21 +17,21 @@ from nca_jax.views import Batch, View
 _MULTIPLE = 8  # of the shorter lengths: odd ones make arrays that fill registers badly
 
 
-def is_prefix(path) -> bool:
+def _is_prefix(path) -> bool:
     """Whether a path in a batch is that of a shared prefix, which has no axis of examples."""
     return any(getattr(key, "name", None) == "prefix_C" for key in path)
 
 
 def some_rows(tree: Any, rows: slice | jax.Array) -> Any:
     """Some of the examples; prefixes are those of all."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x if is_prefix(path) else x[rows], tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if _is_prefix(path) else x[rows], tree)
 
 
 def split(tree: Any, parts: int) -> Any:
     """[B, ...] -> [parts, B / parts, ...]; prefixes are repeated by reference."""
 
     def split_array(path, x):
-        if is_prefix(path):
+        if _is_prefix(path):
             return jnp.broadcast_to(x, (parts, *x.shape))
         return x.reshape(parts, -1, *x.shape[1:])
 
@@ -47,7 +47,7 @@ def longest_first(tree: Any, need_B: jax.Array, mesh: Mesh | None) -> Any:
     """The examples in the order of what they need; those that need nothing are last, as parts without work must be."""
     ordered = some_rows(tree, jnp.argsort(-need_B, stable=True))
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if is_prefix(path) else constrain(mesh, x, "batch", *[None] * (x.ndim - 1)), ordered
+        lambda path, x: x if _is_prefix(path) else constrain(mesh, x, "batch", *[None] * (x.ndim - 1)), ordered
     )
 
 

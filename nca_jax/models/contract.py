@@ -14,10 +14,15 @@ def contract(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     with the nonlinearity's derivative computed anew in the wrong order, and another copy of the gradient
     (benchmarks/arrangement.py).
 
+    Only reverse mode: jax does not differentiate a custom rule forwards.
+
     Args:
       equation: "x,weight->out"; every letter of one of the three stands in exactly one of the other two.
       x: activations.
       weight: of the same dtype.
+
+    Returns:
+      as the equation says, in the operands' dtype; both gradients too.
     """
     return jnp.einsum(equation, x, weight)
 
