@@ -62,7 +62,9 @@ def make_evaluator(
     }
     if not domain.is_multi_turn:
         limit = (config.data.max_prompt_tokens, config.data.too_long)
-        examples, views = build_views(chat, domain, examples, probes, *limit, multiple)
+        examples, views = build_views(
+            chat, domain, examples, probes, *limit, length_multiple=config.data.length_multiple, prefix_multiple=multiple
+        )
         rows = _rows(settings.batch_size, len(examples), devices)
         return Evaluator(**shared, **drawing, examples=examples, views=views, batch_size=rows)
     # What leads the first and the last prompts leads all of them.
@@ -93,6 +95,7 @@ def build_views(
     probes: Sequence[Probe],
     max_prompt_tokens: int,
     too_long: str,
+    length_multiple: int = 16,
     prefix_multiple: int = 1,
 ) -> tuple[list[Example], dict[str, PackedView]]:
     """The examples that fit in all views, and their prompts without a context and with that of each probe.
@@ -105,7 +108,7 @@ def build_views(
     prompts = [domain.messages(example) for example in examples]
     encoded = [_pairs(chat, prompts, probe) for probe in probes]
     kept = fitting(examples, encoded, max_prompt_tokens, too_long)
-    pack = partial(pack_view, prefix_multiple=prefix_multiple)
+    pack = partial(pack_view, length_multiple=length_multiple, prefix_multiple=prefix_multiple)
     views = {NO_CONTEXT: pack([encoded[0][i].no_context for i in kept])}
     for probe, pairs in zip(probes, encoded, strict=True):
         views[probe.name] = pack([pairs[i].with_context for i in kept])

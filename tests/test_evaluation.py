@@ -53,11 +53,12 @@ def test_summary_has_pair_metrics_and_the_accuracy_of_further_views():
 def test_views_are_without_and_with_the_context_and_the_probes_over_items_that_fit_in_all():
     chat, domain = ChatFormat(byte_tokenizer()), make_domain("conventions")
     examples = domain.examples("validation")[:5]
-    items, views = build_views(chat, domain, examples, find_probes(domain, PROBES), 4096, "error")
+    items, views = build_views(chat, domain, examples, find_probes(domain, PROBES), 4096, "error", length_multiple=9)
     assert items == examples
     assert list(views) == ["no_context", "with_context", "paraphrased", "other_task"]
     contexts = [None, domain.context, *(probe.context for probe in domain.probes())]
     for view, context in zip(views.values(), contexts, strict=True):
+        assert view.prompt_ExP.shape[1] % 9 == 0
         for row, example in enumerate(items):
             own = view.prompt_ExP[row, : view.prompt_length_E[row]]
             messages = domain.messages(example)
