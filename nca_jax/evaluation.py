@@ -62,9 +62,8 @@ def make_evaluator(
     }
     if not domain.is_multi_turn:
         limit = (config.data.max_prompt_tokens, config.data.too_long)
-        examples, views = build_views(
-            chat, domain, examples, probes, *limit, length_multiple=config.data.length_multiple, prefix_multiple=multiple
-        )
+        multiples = (config.data.length_multiple, multiple)
+        examples, views = build_views(chat, domain, examples, probes, *limit, *multiples)
         rows = _rows(settings.batch_size, len(examples), devices)
         return Evaluator(**shared, **drawing, examples=examples, views=views, batch_size=rows)
     # What leads the first and the last prompts leads all of them.

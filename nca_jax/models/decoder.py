@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from nca_jax.axes import constrain
 from nca_jax.models.architecture import Architecture
-from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.attention import KeyBlock, attend_own
 from nca_jax.models.contract import contract
 from nca_jax.models.fused_attention import attend_causal
 from nca_jax.models.rope import inverse_frequencies, rotate
@@ -227,8 +227,7 @@ class Decoder(nnx.Module):
                 q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, prefix, kind=self.attention, mesh=self.mesh
             )
         else:
-            own = KeyBlock(k_BxTxKxQ, v_BxTxKxQ, jnp.tril(jnp.ones((1, T, T), bool)))
-            attended_BxTxHxQ = attend(q_BxTxHxQ, [*past, own])
+            attended_BxTxHxQ = attend_own(q_BxTxHxQ, past, k_BxTxKxQ, v_BxTxKxQ, chunked=not divided)
         x_BxTxD += contract("bthq,hqd->btd", attended_BxTxHxQ, w["output"])
 
         y_BxTxD = self._norm(x_BxTxD, w["mlp_norm"])

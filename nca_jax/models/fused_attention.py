@@ -1,6 +1,6 @@
 """Causal attention of a whole sequence behind an optional shared prefix: plain XLA or a fused kernel.
 
-This is training's and prefill's attention. A decode step, whose masks differ per example, is `attention.attend`'s.
+This is training's and prefill's attention. A decode step, whose masks differ per example, is `attention.attend_own`'s.
 """
 
 import functools
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from nca_jax.axes import RULES, parts
 from nca_jax.errors import UserError
-from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.attention import KeyBlock, attend_own
 
 _BATCH, _HEADS = RULES["batch"], RULES["heads"]
 
@@ -56,7 +56,7 @@ def attend_causal(
 
     Args:
       prefix: keys and values [C, K, Q] that all examples share, without `visible`.
-      kind: "xla" is `attend`; "splash" the Pallas kernel for TPUs, interpreted elsewhere; "cudnn" cuDNN's flash
+      kind: "xla" is `attend_own`; "splash" the Pallas kernel for TPUs, interpreted elsewhere; "cudnn" cuDNN's flash
         attention on a GPU, where it needs bfloat16 or float16, and jax's plain attention elsewhere.
       mesh: with axes "data", "fsdp" and "tensor", when the arrays are split over one: XLA cannot split a kernel, so it
         runs per device, over its examples and heads. A batch that the data axes do not divide, as the single row of a
@@ -66,9 +66,7 @@ def attend_causal(
       [B, T, H, Q] in the dtype of the queries; scores and softmax are float32.
     """
     if kind == "xla":
-        T = q_BxTxHxQ.shape[1]
-        own = KeyBlock(k_BxTxKxQ, v_BxTxKxQ, jnp.tril(jnp.ones((1, T, T), bool)))
-        return attend(q_BxTxHxQ, [own] if prefix is None else [prefix, own])
+        return attend_own(q_BxTxHxQ, [] if prefix is None else [prefix], k_BxTxKxQ, v_BxTxKxQ)
 
     # The mesh's devices, not the default backend: a program for TPUs may be compiled on a machine that has none.
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
@@ -83,7 +81,7 @@ def attend_causal(
 
 
 def _splash(q_BxTxHxQ, k_BxTxKxQ, v_BxTxKxQ, shared, platform):
-    """jax.experimental.pallas.ops.tpu.splash_attention. Query head h reads key head h // (H / K), as `attend`'s do."""
+    """jax.experimental.pallas.ops.tpu.splash_attention. Query head h reads key head h // (H / K), as in `attend`."""
     _, T, H, Q = q_BxTxHxQ.shape
     k_BxSxKxQ, v_BxSxKxQ = _after_prefix(k_BxTxKxQ, v_BxTxKxQ, shared)
     S = k_BxSxKxQ.shape[1]

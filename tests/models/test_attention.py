@@ -1,11 +1,13 @@
 """Attention against a loop over examples, heads and queries in numpy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nca_jax.models.attention import KeyBlock, attend
+from nca_jax.models.attention import KeyBlock, attend, attend_own
 
 B, T, H, Q = 2, 3, 4, 8
 
@@ -99,4 +101,34 @@ def test_bfloat16_queries_give_bfloat16_from_float32_scores_and_softmax():
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), 1, atol=2**-7)
     program = str(jax.make_jaxpr(attend)(q, [KeyBlock(k, k)]))
-    assert "preferred_element_type=float32" in program and "f32[1,2,2,1,1024] = exp" in program
+    assert "preferred_element_type=float32" in program and "f32[2,1,2,1024] = exp" in program
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 300])
+def test_chunks_of_queries_give_what_one_piece_gives(tokens):
+    """In values and gradients, behind a block that is shared and one whose visible keys differ by example and query."""
+    q, own = random(B, tokens, H, Q, seed=9), (random(B, tokens, 2, Q, seed=seed) for seed in (30, 31))
+    visible = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, tokens, 4)), bool)
+    past = [random_block(5, 2, 10, shared=True), random_block(4, 2, 20, visible=visible)]
+
+    def run(chunked):
+        def loss(q, past_kv, k, v):
+            past = [KeyBlock(*kv, mask) for kv, mask in zip(past_kv, (None, visible), strict=True)]
+            out = attend_own(q, past, k, v, chunked=chunked)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+
+    arguments = (q, [(block.k, block.v) for block in past], *own)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), run(True)(*arguments), run(False)(*arguments)
+    )
+
+
+def test_a_chunk_has_no_scores_of_later_tokens():
+    q, own = random(B, 300, H, Q), random(B, 300, 2, Q)
+    program = str(jax.make_jaxpr(lambda q, own: attend_own(q, [], own, own))(q, own))
+    scores = {tuple(map(int, shape)) for shape in re.findall(r"f32\[2,2,(\d+),(\d+)\] = exp", program)}
+    assert scores == {(256, 128), (256, 256), (88, 300)}
+    program = str(jax.make_jaxpr(lambda q, own: attend_own(q, [], own, own, chunked=False))(q, own))
+    assert "f32[2,2,600,300] = exp" in program
