@@ -39,7 +39,7 @@ def attend(q_BxTxHxQ: jax.Array, blocks: Sequence[KeyBlock]) -> jax.Array:
     K = blocks[0].k.shape[-2]
     G = H // K
     q_KxBxTxGxQ = jnp.moveaxis(q_BxTxHxQ.reshape(B, T, K, G, Q) * (Q**-0.5), 2, 0)
-    q_KxBxMxQ = q_KxBxTxGxQ.reshape(K, B, T * G, Q)
+    q_KxBxMxQ = q_KxBxTxGxQ.reshape(K, B, T * G, Q)  # M: all queries of a key head
 
     scores = []
     for k, _, visible in blocks:
