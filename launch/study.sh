@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The laptop study: which anchor does what, over methods, tasks and seeds, on SmolLM2-135M-Instruct. docs/study.md.
 #
-#   bash launch/study.sh [--quick] [--config.NAME=VALUE ...]
+#   bash launch/study.sh [--quick] [--only=PATTERN ...] [--config.NAME=VALUE ...]
 #
 #   --quick        one task, one seed, four methods
+#   --only...      the runs whose names match, such as '*seed=0': a part of the grid, for machines that share it
 #   --config...    passed on to all runs
 #   RUNS           where the results go (default: runs/study, or runs/study_quick, in the repository)
 #

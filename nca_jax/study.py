@@ -4,13 +4,13 @@
         --vary anchor.beta=0,0.1,0.5 --vary seed=0,1
     python -m nca_jax.study --config=configs/medmcqa.py:qwen3_8b --workdir=gs://bucket/study \\
         --ablations=none,opd,dual --vary seed=0,1,2 --print
-    python -m nca_jax.study --config=configs/study.py --workdir=runs/study --grid=full
+    python -m nca_jax.study --config=configs/study.py --workdir=runs/study --grid=full --only='*seed=1'
 
 Every combination is a run in a directory of its own below the workdir. Runs go one after the other, each in a process
 of its own, and all of one seed before those of the next; those that are finished are not run again, and one that was
 stopped continues, whatever has stopped it. One that fails does not stop the others. Before the first it is said how
-long all will take. `--print` runs nothing and prints one command for each; `--table` runs nothing and collects what is
-there. `--config.KEY=VALUE` hold for all runs.
+long all will take. `--only` takes a part of the grid, which several machines can so share. `--print` runs nothing and
+prints one command for each; `--table` runs nothing and collects what is there. `--config.KEY=VALUE` hold for all runs.
 
 A config file can bring grids, `GRIDS = {NAME: [OPTION, ...]}`, which `--grid=NAME` stands for, and `seconds(config)`,
 about what a run takes.
@@ -102,6 +102,19 @@ def grid(
         _, parsed, _ = parse_with_config(argparse.ArgumentParser(allow_abbrev=False), arguments)
         runs.append(Run(",".join(f"{k}={v}" for k, v in values.items()) or "run", arguments, values, parsed))
     return runs
+
+
+def part(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
+    """The runs whose names match one of the patterns, in their order.
+
+    Raises:
+      UserError: a pattern matches none.
+    """
+    matched = {pattern: fnmatch.filter([run.name for run in runs], pattern) for pattern in patterns}
+    for pattern, names in matched.items():
+        if not names:
+            raise UserError(f"--only={pattern} matches no run; their names are such as {runs[0].name}.")
+    return [run for run in runs if any(run.name in names for names in matched.values())]
 
 
 def run_all(
@@ -289,6 +302,9 @@ def main(arguments: Sequence[str]) -> int:
         metavar="PATTERN",
         help="those of other runs are deleted once they are finished; such as none, or *seed=0; default: all stay",
     )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="those runs whose names match, such as *seed=0"
+    )
     ready = parser.add_mutually_exclusive_group()
     ready.add_argument("--grid", metavar="NAME", help="a grid that the config file brings; other options are added")
     ready.add_argument("--quick", dest="grid", action="store_const", const="quick", help="--grid=quick")
@@ -302,6 +318,7 @@ def main(arguments: Sequence[str]) -> int:
             options, shared = parser.parse_known_args([*_grid_options(brought, options), *arguments])
         names = (list(filter(None, text.split(","))) for text in (options.ablations, options.settings))
         runs = grid(options.config, shared, options.vary, *names)
+        runs = part(runs, options.only) if options.only else runs
         workdir = epath.Path(options.workdir)
         if options.print:
             for run in runs:

@@ -113,6 +113,20 @@ def _read(directory: epath.Path, task: str, method: str, seed: int) -> StudyRun:
     )
 
 
+def merged(sources: Sequence[Sequence[StudyRun]]) -> list[StudyRun]:
+    """The runs of a grid that was run in parts, by task, method and seed; of one that is in several the first.
+
+    Raises:
+      UserError: there is none.
+    """
+    found: dict[tuple[str, str, int], StudyRun] = {}
+    for run in (run for runs in sources for run in runs):
+        found.setdefault((run.task, run.method, run.seed), run)
+    if not found:
+        raise UserError("no run is given; give a study's workdir, or --items=FILE.")
+    return [found[key] for key in sorted(found)]
+
+
 def save(runs: Sequence[StudyRun], path: epath.Path) -> None:
     """Writes the file, complete or not at all."""
     texts: dict[str, int] = {}

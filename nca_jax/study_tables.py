@@ -2,9 +2,11 @@
 
     python -m nca_jax.study_tables runs/study                          # into runs/study/tables
     python -m nca_jax.study_tables --items=benchmarks/results/study_items.npz --output=DIR
+    python -m nca_jax.study_tables runs/here runs/there --items=FILE --output=DIR   # a grid that was run in parts
 
-The first form reads the item lines of all runs that are finished and keeps them in DIR/study_items.npz; the second
-computes everything from such a file alone. `--page=FILE` puts the tables into a page, between two marks.
+It reads the item lines of all runs that are finished and keeps them in DIR/study_items.npz, from which alone everything
+can be computed again. Of a run that is in several places the first counts, workdirs before files. `--page=FILE` puts
+the tables into a page, between two marks.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from nca_jax.files import write_text
 from nca_jax.items import NO_CONTEXT, OTHER_TASK, WITH_CONTEXT
 from nca_jax.plotting import save as save_figure
 from nca_jax.study_figures import MAIN, study_figures
-from nca_jax.study_items import StudyRun, collect, load, save
+from nca_jax.study_items import StudyRun, collect, load, merged, save
 from nca_jax.study_statistics import Comparison, Course, compare, curves, draw, holm, quantities
 
 # Fixed before the grid was run: method a, method b. The first two pairs in these quantities are what is tested; p of
@@ -238,26 +240,33 @@ def _middle(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
+def _output(options: argparse.Namespace) -> epath.Path:
+    """Where everything goes: as said, or, of one source, beside it."""
+    if options.output:
+        return epath.Path(options.output)
+    if len(options.workdirs) + len(options.items) != 1:
+        raise UserError("give a study's workdir or --items=FILE; where there are several, --output=DIR too.")
+    return epath.Path(options.items[0]).parent if options.items else epath.Path(options.workdirs[0]) / "tables"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, or 2 for input that cannot work."""
     parser = argparse.ArgumentParser(
         prog="python -m nca_jax.study_tables", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("workdir", nargs="?", help="of nca_jax.study")
-    parser.add_argument("--items", metavar="FILE", help="study_items.npz, instead of a workdir")
+    parser.add_argument("workdirs", nargs="*", metavar="workdir", help="of nca_jax.study")
+    parser.add_argument("--items", action="append", default=[], metavar="FILE", help="study_items.npz of other runs")
     parser.add_argument("--output", metavar="DIR", help="default: tables in the workdir, or where the items are")
     parser.add_argument("--page", metavar="FILE", help="a Markdown page that gets the tables")
     options = parser.parse_args(arguments)
     try:
-        if (options.workdir is None) == (options.items is None):
-            raise UserError("give a study's workdir, or --items=FILE.")
-        if options.items:
-            output = epath.Path(options.output or epath.Path(options.items).parent)
-            runs = load(epath.Path(options.items))
-        else:
-            output = epath.Path(options.output or epath.Path(options.workdir) / "tables")
-            save(collect(epath.Path(options.workdir)), output / "study_items.npz")
-            runs = load(output / "study_items.npz")  # what others will compute from
+        output = _output(options)
+        kept = output / "study_items.npz"
+        files = [epath.Path(path) for path in options.items]
+        if options.workdirs or files != [kept]:
+            workdirs = [collect(epath.Path(path)) for path in options.workdirs]
+            save(merged([*workdirs, *map(load, files)]), kept)
+        runs = load(kept)  # what others will compute from
         found = results(runs)
         output.mkdir(parents=True, exist_ok=True)
         paths = []

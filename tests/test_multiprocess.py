@@ -151,6 +151,7 @@ def test_what_two_processes_have_saved_one_goes_on_with(model, job_of_two, alone
             np.testing.assert_allclose(found[metric], value, rtol=1e-5, atol=1e-6, err_msg=metric)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_taken_away_and_comes_back(model, alone, tmp_path):
     """The signal reaches one process; both stop after the same step, and go on when the second is back."""
     job = Job(model, tmp_path / "run", overrides_on(1, 1, 4, 2))

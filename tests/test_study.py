@@ -134,6 +134,20 @@ def test_print_gives_a_command_for_each_and_runs_nothing(fake, tmp_path, capsys)
     assert not fake.commands and not workdir.exists()
 
 
+def test_a_part_of_the_grid(fake, tmp_path, capsys):
+    command = [f"--config={CONFIG}", f"--workdir={tmp_path}", "--vary", "anchor.beta=0,0.5", "--vary", "seed=0,1,2"]
+    assert study.main([*command, "--only=*seed=2", "--only=anchor.beta=0,seed=[02]"]) == 0
+    ran = [command[-1].rsplit("/", 1)[1] for command in fake.commands]
+    assert ran == ["anchor.beta=0,seed=0", "anchor.beta=0,seed=2", "anchor.beta=0.5,seed=2"]
+    printed = capsys.readouterr().out
+    assert "0 of 3 runs are finished" in printed and "[3/3] anchor.beta=0.5,seed=2" in printed
+    # The rest goes on from there, as one study.
+    assert study.main(command) == 0
+    assert len(fake.commands) == 6 and "3 of 6 runs are finished" in capsys.readouterr().out
+    assert study.main([*command, "--only=*seed=2", "--only=*seed=3"]) == 2
+    assert "--only=*seed=3 matches no run; their names are such as anchor.beta=0,seed=0" in capsys.readouterr().err
+
+
 def test_a_table_of_nothing_is_said(fake, tmp_path, capsys):
     assert study.main([f"--config={CONFIG}", f"--workdir={tmp_path}", "--table"]) == 2
     assert "no run in" in capsys.readouterr().err

@@ -82,6 +82,27 @@ def test_the_items_alone_give_the_same(study, tmp_path):
         assert (tmp_path / name).read_bytes() == (study / "tables" / name).read_bytes()
 
 
+def test_a_grid_that_was_run_in_parts_is_put_together(study, tmp_path, capsys):
+    """Seed 1 of `b` in another workdir, `a` as items: the same as all in one; of what is in both, the first counts."""
+    for task in ("a", "b"):
+        write_run(tmp_path / "first", task, "opd", 0, OPD, seconds=1800.0)
+        write_run(tmp_path / "first", task, "gated", 0, GATED, seconds=5400.0)
+    write_run(tmp_path / "second", "b", "opd", 1, SECOND, seconds=1800.0)
+    write_run(tmp_path / "second", "b", "gated", 1, GATED, seconds=5400.0)
+    write_run(tmp_path / "second", "b", "opd", 0, SECOND, seconds=1.0)  # not this one
+    write_run(tmp_path / "third", "a", "opd", 1, SECOND, seconds=1800.0)
+    write_run(tmp_path / "third", "a", "gated", 1, GATED, seconds=5400.0)
+    write_run(tmp_path / "third", "a", "opd", 0, SECOND, seconds=1.0)  # nor this one
+    write_run(tmp_path / "third", "a", "gated_1.0", 0, GATED, seconds=0.0)
+    assert main([str(tmp_path / "third")]) == 0
+    parts = [str(tmp_path / "first"), str(tmp_path / "second"), f"--items={tmp_path}/third/tables/study_items.npz"]
+    assert main([*parts, f"--output={tmp_path}/all"]) == 0
+    for name in ("study_items.npz", "study.json", "study.md"):
+        assert (tmp_path / "all" / name).read_bytes() == (study / "tables" / name).read_bytes()
+    assert main(parts) == 2
+    assert "--output=DIR" in capsys.readouterr().err
+
+
 def test_the_page_keeps_what_is_around_the_tables(study):
     text = (study / "page.md").read_text()
     assert text.startswith("# A page\n") and text.endswith("end -->\nits end\n") and "old" not in text

@@ -270,7 +270,7 @@ def test_every_variant_trains(method, overrides, tiny_model, tmp_path):
         assert abs(steps[0]["retention"]) < 1e-6 < steps[2]["retention"]
 
 
-@pytest.mark.parametrize("samples", ["step", "cached"])
+@pytest.mark.parametrize("samples", [pytest.param("step", marks=pytest.mark.slow), "cached"])
 def test_retention_in_two_parts_equals_the_straight_run_bitwise(samples, tiny_model, tmp_path):
     """With an averaged teacher or with cached responses: whatever retention adds to a run's state is restored."""
     overrides = SHORT | RETENTION | {"retention.samples": samples, "checkpoint.every": 1}

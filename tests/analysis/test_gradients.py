@@ -136,6 +136,7 @@ def test_at_the_initial_weights_fidelity_has_no_gradient(alone):
         assert -1 <= initial.cosine("opd", "nca", group) <= 1
 
 
+@pytest.mark.slow  # compiles everything for another mesh
 def test_on_eight_devices_and_in_micro_batches_the_same(base, checkpoints, alone):
     """Four groups of two devices, so four rows at once; the second time, three of the rows are padding."""
     config = tiny_config(base, **TOP8, **{"mesh.fsdp": 4, "mesh.tensor": 2})
