@@ -70,7 +70,7 @@ def get_config() -> ConfigDict:
     config.loss.top_k = 256  # [N]; OPCD too [C]
     config.loss.tail = "renormalize"  # none | renormalize | bucket; renormalize [N], none in OPCD [C]
     config.loss.reduction = "token"  # token | sequence: mean over all response tokens of the step [C]
-    config.loss.chunk_size = 1024  # response positions whose logits are in memory at one time
+    config.loss.chunk_size = 1024  # response positions whose logits a data group has in memory at one time
 
     config.anchor = ConfigDict()
     config.anchor.beta = 0.5  # best of 0.1 / 0.5 / 1.0 [N]; 0 is plain OPD

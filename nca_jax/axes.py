@@ -25,6 +25,7 @@ RULES: dict[str, tuple[str, ...] | None] = {
     # hidden states costs a fraction of gathering the head and reducing its float32 gradient.
     "loss_rows": ("replica", "data"),
     "head_vocab": ("tensor", "fsdp"),
+    "loss_rows_whole": ("replica", "data", "tensor", "fsdp"),  # whole rows of logits, where one needs all of a row
     # Tokens of a prefix that all examples share: the work of encoding it is divided, not repeated, within a slice.
     "prefix": ("data", "fsdp"),
 }

@@ -49,7 +49,7 @@ def _totals(config: ConfigDict, job: Job, student: Architecture, teacher: Archit
         "frozen teacher": _placed(weight_table_arrays(teacher, config.teacher.dtype), job.teacher_sharding) * frozen,
         "all weights while sampling": _placed(sampling, job.student.sharding),
         "keys and values of one row and token while sampling": _kv_bytes(config, student, job.student.mesh),
-        "logits of one chunk of the loss": 4 * _chunk(config, mesh) * student.vocab_size // parts(mesh, "head_vocab"),
+        "logits of one chunk of the loss": 4 * config.loss.chunk_size * student.vocab_size // parts(mesh, "head_vocab"),
     }
     return {what: size for what, size in totals.items() if size}
 
@@ -78,8 +78,3 @@ def _held(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
 def _kv_bytes(config: ConfigDict, arch: Architecture, mesh: Mesh) -> int:
     heads = arch.num_kv_heads // parts(mesh, "kv_heads")
     return 2 * arch.num_layers * heads * arch.head_dim * settings.dtype(config.model.compute_dtype).itemsize
-
-
-def _chunk(config: ConfigDict, mesh: Mesh) -> int:
-    """Positions of a chunk on one device."""
-    return max(1, config.loss.chunk_size // parts(mesh, "loss_rows"))

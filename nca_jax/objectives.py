@@ -10,6 +10,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from nca_jax.split_vocabulary import take, without
 
 # exp(-1e4) is 0 in every float type, and differences of two such numbers are finite where those of -inf are NaN.
 _LOWEST_LOGIT = -1e4
@@ -68,21 +71,19 @@ def log_probabilities(logits: jax.Array, temperature: float | jax.Array = 1.0) -
     return jax.nn.log_softmax(jnp.maximum(logits, _LOWEST_LOGIT) / temperature, axis=-1)
 
 
-def top_k_ids(log_p: jax.Array, k: int) -> jax.Array:
-    """The k most probable ids, [..., V] -> int32 [..., k]."""
-    return jax.lax.top_k(jax.lax.stop_gradient(log_p), k)[1]
+def restrict(log_p: jax.Array, ids: jax.Array, tail: str, mesh: Mesh | None = None) -> jax.Array:
+    """Log-probabilities on the ids: [..., V], [..., k] -> [..., k], or [..., k + 1] with a tail bucket.
 
-
-def restrict(log_p: jax.Array, ids: jax.Array, tail: str) -> jax.Array:
-    """Log-probabilities on the ids: [..., V], [..., k] -> [..., k], or [..., k + 1] with a tail bucket."""
-    kept = jnp.take_along_axis(log_p, ids, axis=-1)
+    `mesh`: over which V is split, see `split_vocabulary`.
+    """
+    kept = take(log_p, ids, mesh)
     if tail == "none":
         return kept
     if tail == "renormalize":
         return kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)
     if tail == "bucket":
         # Summed over what is left, and not 1 - sum(kept), which cancels when the ids hold nearly everything.
-        rest = jnp.put_along_axis(log_p, ids, _LOWEST_LOGIT, axis=-1, inplace=False)
+        rest = without(log_p, ids, _LOWEST_LOGIT, mesh)
         return jnp.concatenate([kept, jax.nn.logsumexp(rest, axis=-1, keepdims=True)], axis=-1)
     raise ValueError(f"unknown tail {tail!r}")
 

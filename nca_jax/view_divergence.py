@@ -36,7 +36,7 @@ def make_view_divergence(graph: nnx.GraphDef, *, vocab_size: int, chunk_size: in
     Args:
       graph: the decoder without weights.
       vocab_size: the tokenizer's size.
-      chunk_size: response positions whose logits are in memory at one time.
+      chunk_size: response positions whose logits a data group has in memory at one time.
     """
     terms = Terms(vocab_size, chunk_size=chunk_size)  # its first term is KL(q_x || f), here with f = q_c
 

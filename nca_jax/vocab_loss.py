@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from nca_jax import objectives
-from nca_jax.axes import constrain
+from nca_jax.axes import constrain, parts
 from nca_jax.objectives import Divergence, Support
+from nca_jax.split_vocabulary import top_k_ids
 
 _REVERSE_KL, _FORWARD_KL, _FULL = Divergence("reverse_kl"), Divergence("forward_kl"), Support("full")
 
@@ -51,7 +52,7 @@ class Terms:
       support: ids of both terms.
       temperature: divides all logits.
       vocab_size: the tokenizer's size; rows of a head beyond it are padding and get no probability.
-      chunk_size: positions whose logits are alive at one time (at least one per example).
+      chunk_size: positions whose logits are alive at one time (at least one per example), in each data group.
     """
 
     vocab_size: int
@@ -150,7 +151,8 @@ _fused.defvjp(_forward, _backward)
 def _scan(terms: Terms, mesh: Mesh | None, student, head_VxD, arrays: _Arrays, with_gradient: bool):
     """Loss, values, and (with_gradient) the gradients (hidden states as `student`, head float32)."""
     B, R = arrays.weight.shape
-    r = max(1, min(terms.chunk_size // B, R))
+    groups = 1 if mesh is None else parts(mesh, "loss_rows")
+    r = max(1, min(terms.chunk_size * groups // B, R))
     dtype = student[0].dtype
     lay_out = partial(constrain, mesh)
     head, teacher_head = (
@@ -179,7 +181,7 @@ def _scan(terms: Terms, mesh: Mesh | None, student, head_VxD, arrays: _Arrays, w
         f_logits = None if f is None else _logits(rows(f), teacher_head, lay_out)
 
         def loss_of(logits):
-            return _chunk_loss(terms, logits, f_logits, token, weight, arrays.anchor_weight, stride)
+            return _chunk_loss(terms, mesh, logits, f_logits, token, weight, arrays.anchor_weight, stride)
 
         if not with_gradient:
             loss, values = loss_of(logits)
@@ -219,7 +221,9 @@ def _add_products(total_VxD: jax.Array, gradients: list[jax.Array], hidden: list
     return total_VxD
 
 
-def _chunk_loss(terms: Terms, logits, f_logits_nxV, token_Bxr, weight_Bxr, anchor_weight, stride: int | None):
+def _chunk_loss(
+    terms: Terms, mesh: Mesh | None, logits, f_logits_nxV, token_Bxr, weight_Bxr, anchor_weight, stride: int | None
+):
     """The loss of one chunk and its values; `logits` are those of q_x and, or None, of q_c."""
     r = weight_Bxr.shape[1]
     # Heads may be padded to different sizes; what lies beyond the smaller one is padding in the larger one.
@@ -239,10 +243,11 @@ def _chunk_loss(terms: Terms, logits, f_logits_nxV, token_Bxr, weight_Bxr, ancho
         first_Bxr = -jnp.take_along_axis(log_p["q_x"], token_Bxr[..., None], axis=-1)[..., 0]
     if terms.support.kind != "full":
         chooser = log_p["f" if terms.support.kind == "teacher_top_k" else "q_x"]
-        ids = objectives.top_k_ids(chooser, min(terms.support.k, terms.vocab_size))
+        ids = top_k_ids(chooser, min(terms.support.k, terms.vocab_size), mesh)
         for name, lp in log_p.items():
             if lp is not None:
-                log_p[name] = objectives.restrict(lp, ids[::stride] if name == "q_c" else ids, terms.support.tail)
+                theirs = ids[::stride] if name == "q_c" else ids
+                log_p[name] = objectives.restrict(lp, theirs, terms.support.tail, mesh)
     stop = jax.lax.stop_gradient
     if first_Bxr is None:
         first_Bxr = terms.first(log_p["q_x"], stop(log_p["f"]))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nca_jax.objectives import Divergence, Support
+from nca_jax.sharding import make_mesh
 from nca_jax.vocab_loss import AnchorTerm, Hidden, Terms, weighted_loss
 
 B, R, V = 4, 5, 12
@@ -76,9 +77,9 @@ def dense(hidden, head, teacher_head, terms=NCA, stride=1):
     return loss, (first * MASK, anchor * MASK, gate * MASK)
 
 
-def one_pass(hidden, head, teacher_head, terms=NCA, weights=WEIGHTS):
+def one_pass(hidden, head, teacher_head, terms=NCA, weights=WEIGHTS, mesh=None):
     weights, tokens = jnp.asarray(weights, jnp.float32), jnp.asarray(TOKENS)
-    return weighted_loss(hidden, head, teacher_head, tokens, weights, BETA, terms)
+    return weighted_loss(hidden, head, teacher_head, tokens, weights, BETA, terms, mesh)
 
 
 def values_and_gradients(function, *inputs):
@@ -138,6 +139,14 @@ def test_every_variant_equals_the_dense_computation(name):
     assert_equal((hidden.q_x, hidden.q_c, head), (right_hidden.q_x, right_hidden.q_c, right_head))
     assert not np.any(hidden.f) and not np.any(teacher_head)
     assert np.any(hidden.q_x) and np.any(hidden.q_c) and np.any(head)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "top_k" in name])
+def test_a_top_k_of_a_split_vocabulary_equals_the_dense_computation(name):
+    """Four devices have three of the twelve entries each, for two groups of rows."""
+    mesh = make_mesh({"replica": 1, "data": 2, "fsdp": 2, "tensor": 2})
+    found = values_and_gradients(functools.partial(one_pass, terms=VARIANTS[name], mesh=mesh), *random_inputs())
+    assert_equal(found, in_float64(VARIANTS[name]))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 8, 12, 100], ids="chunks of {}".format)
@@ -284,6 +293,18 @@ def test_gradients_of_many_chunks_add_up_in_float32():
 
     whole, one = (np.asarray(jax.jit(jax.grad(functools.partial(run, n=n)))(head), np.float64) for n in (positions, 1))
     np.testing.assert_allclose(whole / positions, one, atol=0.01 * np.abs(one).max())
+
+
+def test_a_chunk_is_of_each_data_group():
+    """Four groups work on four times as many positions at once: chunks do not get smaller as groups are added."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    hidden, head = Hidden(*[shape((8, 64, 4))] * 3), shape((16, 4))
+    arrays = hidden, head, head, shape((8, 64), dtype=jnp.int32), shape((8, 64)), shape(())
+    for sizes, positions in (((1, 1, 8, 1), 4), ((1, 4, 2, 1), 16), ((2, 2, 1, 2), 16), ((8, 1, 1, 1), 32)):
+        mesh = make_mesh(dict(zip(("replica", "data", "fsdp", "tensor"), sizes, strict=True)))
+        terms = Terms(vocab_size=16, anchor=AnchorTerm(), chunk_size=32)
+        program = str(jax.make_jaxpr(functools.partial(weighted_loss, terms=terms, mesh=mesh))(*arrays))
+        assert f"length={64 // positions}\n" in program, sizes
 
 
 def test_no_array_of_all_tokens_by_vocabulary():
