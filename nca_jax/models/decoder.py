@@ -195,16 +195,20 @@ class Decoder(nnx.Module):
             [(block.k.astype(self.compute_dtype), block.v.astype(self.compute_dtype)) for block in stream.past]
             for stream in streams
         ]
-        x = [self.embedding[...][stream.token_BxT].astype(self.compute_dtype) for stream in streams]
-        # Or else the compiler would look for a way from rows split along D to rows split along T.
-        x = [
-            constrain(self.mesh, x_BxTxD, None, None, None) if stream.divided else x_BxTxD
-            for x_BxTxD, stream in zip(x, streams, strict=True)
-        ]
+        x = [self._embed(stream) for stream in streams]
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
         x, (kv, observed) = jax.lax.scan(layer, x, (stacked, past_kv))
         outputs = [(self._norm(x_BxTxD, self.final_norm[...]), own) for x_BxTxD, own in zip(x, kv, strict=True)]
         return (outputs, observed) if observe else outputs
+
+    def _embed(self, stream: Stream) -> jax.Array:
+        """The tokens' rows of the embedding, [B, T, D] in the compute dtype."""
+        # Said of the table so that it holds for its gradient: or else, where that is added to a tied head's, which lies
+        # elsewhere, each device makes all of it.
+        table_VxD = constrain(self.mesh, self.embedding[...], "vocab", "embed")
+        x_BxTxD = table_VxD[stream.token_BxT].astype(self.compute_dtype)
+        # Or else the compiler would look for a way from rows split along D to rows split along T.
+        return constrain(self.mesh, x_BxTxD, None, None, None) if stream.divided else x_BxTxD
 
     def _whole_prefix(self, own_1xTxKxQ: jax.Array) -> jax.Array:
         """Keys or values [T, K, Q] of a prefix, on a mesh those of all its tokens on every device."""
