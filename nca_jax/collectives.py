@@ -154,9 +154,7 @@ def _groups(line: str) -> np.ndarray | None:
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         devices = np.arange(math.prod(dims)).reshape(dims)
         return (devices.transpose(order) if order else devices).reshape(shape)
-    if named := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line
-    ):
+    if named := _MESH_GROUPS.search(line):
         axes, dims, order, over = named.groups()
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", axes)}
         devices = np.arange(math.prod(sizes.values()))
