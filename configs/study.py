@@ -41,10 +41,16 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "dual": ABLATIONS["dual"],
     "symmetric": ABLATIONS["symmetric"],
 }
+_KEPT = ("opd", "nca_0.5", "gated")  # those that are looked into afterwards, by nca_jax.analysis
+# The same three at a lower and a higher learning rate than the others' 5e-5.
+RATES: Mapping[str, Mapping[str, Any]] = {
+    f"{method}_at_{rate}": {**METHODS[method], "optimizer.learning_rate": float(rate)}
+    for method in _KEPT
+    for rate in ("2e-5", "1e-4")
+}
 
 
 _ALL = ["--settings=" + ",".join(TASKS), "--ablations=" + ",".join(METHODS), "--vary=seed=0,1,2"]
-_KEPT = ("opd", "nca_0.5", "gated")  # those that are looked into afterwards, by nca_jax.analysis
 # What `python -m nca_jax.study --grid=NAME` stands for. Weights are 1.6 GB a run.
 GRIDS: Mapping[str, list[str]] = {
     "full": [*_ALL, *(f"--keep-checkpoints=setting=plural,ablation={method},seed=0" for method in _KEPT)],
@@ -52,6 +58,12 @@ GRIDS: Mapping[str, list[str]] = {
         "--settings=plural",
         "--ablations=opd,nca_0.5,gated,gated_retention_0.5",
         "--vary=seed=0",
+        "--keep-checkpoints=none",
+    ],
+    "rates": [
+        "--settings=plural,twice",
+        "--ablations=" + ",".join(RATES),
+        "--vary=seed=1",
         "--keep-checkpoints=none",
     ],
 }
@@ -93,9 +105,10 @@ def get_config(setting: str = "plural") -> ConfigDict:
     config.log.samples_every = 10 * config.steps  # none: every answer is in the item lines
     config.log.figures = False  # time
     if method:
-        if method not in METHODS:
-            raise ValueError(f"no method {method!r}; choose among {', '.join(METHODS)}.")
-        values = dict(METHODS[method])
+        known = {**METHODS, **RATES}
+        if method not in known:
+            raise ValueError(f"no method {method!r}; choose among {', '.join(known)}.")
+        values = dict(known[method])
         if others := values.pop("others", 0):
             config.retention.contexts = TASKS[task][:others]
         config.update_from_flattened_dict(values)

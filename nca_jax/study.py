@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -52,6 +52,14 @@ class Run(NamedTuple):
     arguments: list[str]
     values: dict[str, str]
     config: ConfigDict
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Named = TypeVar("_Named", bound=_HasName)
 
 
 def grid(
@@ -104,8 +112,8 @@ def grid(
     return runs
 
 
-def part(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
-    """The runs whose names match one of the patterns, in their order.
+def part(runs: Sequence[_Named], patterns: Sequence[str]) -> list[_Named]:
+    """The runs whose names match one of the patterns, in their order; of no pattern all.
 
     Raises:
       UserError: a pattern matches none.
@@ -114,7 +122,7 @@ def part(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
     for pattern, names in matched.items():
         if not names:
             raise UserError(f"--only={pattern} matches no run; their names are such as {runs[0].name}.")
-    return [run for run in runs if any(run.name in names for names in matched.values())]
+    return [run for run in runs if not patterns or any(run.name in names for names in matched.values())]
 
 
 def run_all(
@@ -318,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
             options, shared = parser.parse_known_args([*_grid_options(brought, options), *arguments])
         names = (list(filter(None, text.split(","))) for text in (options.ablations, options.settings))
         runs = grid(options.config, shared, options.vary, *names)
-        runs = part(runs, options.only) if options.only else runs
+        runs = part(runs, options.only)
         workdir = epath.Path(options.workdir)
         if options.print:
             for run in runs:

@@ -28,9 +28,9 @@ def study_figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
       found: from `study_tables.results`.
     """
     methods = list(dict.fromkeys(method for task in found["tasks"].values() for method in task["methods"]))
-    others = [method for method in methods if method not in MAIN]
-    for name in _OF_MAIN:
-        yield name, _figure(found["tasks"], name, [method for method in MAIN if method in methods])
+    main, others = [method for method in MAIN if method in methods], [m for m in methods if m not in MAIN]
+    for name in _OF_MAIN if main else ():
+        yield name, _figure(found["tasks"], name, main)
     for name in _OF_OTHERS if others else ():
         yield f"{name}_others", _figure(found["tasks"], name, others)
 

@@ -56,6 +56,11 @@ class StudyRun:
     step_seconds: tuple[float, ...]
     seconds: float
 
+    @property
+    def name(self) -> str:
+        """As its directory is called."""
+        return f"setting={self.task},ablation={self.method},seed={self.seed}"
+
 
 def collect(workdir: epath.Path) -> list[StudyRun]:
     """The finished runs of a study's workdir, whose grid varies `setting` (the task), `ablation` (the method), `seed`.

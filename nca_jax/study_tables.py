@@ -3,6 +3,7 @@
     python -m nca_jax.study_tables runs/study                          # into runs/study/tables
     python -m nca_jax.study_tables --items=benchmarks/results/study_items.npz --output=DIR
     python -m nca_jax.study_tables runs/here runs/there --items=FILE --output=DIR   # a grid that was run in parts
+    python -m nca_jax.study_tables --items=FILE --only='*seed=1' --output=DIR       # some of its runs
 
 It reads the item lines of all runs that are finished and keeps them in DIR/study_items.npz, from which alone everything
 can be computed again. Of a run that is in several places the first counts, workdirs before files. `--page=FILE` puts
@@ -23,6 +24,7 @@ from nca_jax.errors import UserError
 from nca_jax.files import write_text
 from nca_jax.items import NO_CONTEXT, OTHER_TASK, WITH_CONTEXT
 from nca_jax.plotting import save as save_figure
+from nca_jax.study import part
 from nca_jax.study_figures import MAIN, study_figures
 from nca_jax.study_items import StudyRun, collect, load, merged, save
 from nca_jax.study_statistics import Comparison, Course, compare, curves, draw, holm, quantities
@@ -256,6 +258,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("workdirs", nargs="*", metavar="workdir", help="of nca_jax.study")
     parser.add_argument("--items", action="append", default=[], metavar="FILE", help="study_items.npz of other runs")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="those runs whose names match, such as *seed=0"
+    )
     parser.add_argument("--output", metavar="DIR", help="default: tables in the workdir, or where the items are")
     parser.add_argument("--page", metavar="FILE", help="a Markdown page that gets the tables")
     options = parser.parse_args(arguments)
@@ -263,9 +268,11 @@ def main(arguments: Sequence[str]) -> int:
         output = _output(options)
         kept = output / "study_items.npz"
         files = [epath.Path(path) for path in options.items]
+        if options.only and kept in files:
+            raise UserError(f"{kept} would keep nothing but those of --only; give another --output.")
         if options.workdirs or files != [kept]:
             workdirs = [collect(epath.Path(path)) for path in options.workdirs]
-            save(merged([*workdirs, *map(load, files)]), kept)
+            save(part(merged([*workdirs, *map(load, files)]), options.only), kept)
         runs = load(kept)  # what others will compute from
         found = results(runs)
         output.mkdir(parents=True, exist_ok=True)

@@ -49,3 +49,4 @@ def test_other_methods_have_figures_of_their_own():
     assert [line.get_label() for line in drawn["harm_others"].axes[0].lines] == ["dual"]
     assert [list(line.get_ydata()) for line in drawn["divergence"].axes[0].lines] == [[0.1, 0.5]]
     assert not [name for name in dict(study_figures(results("opd"))) if name.endswith("others")]
+    assert list(dict(study_figures(results("dual")))) == ["harm_others", "with_context_others", "other_task_others"]

@@ -103,6 +103,22 @@ def test_a_grid_that_was_run_in_parts_is_put_together(study, tmp_path, capsys):
     assert "--output=DIR" in capsys.readouterr().err
 
 
+def test_some_runs_of_a_study_have_tables_of_their_own(study, tmp_path, capsys):
+    items = study / "tables" / "study_items.npz"
+    wanted = ["--only=setting=a,ablation=opd,*", "--only=*gated_1.0*"]
+    assert main([f"--items={items}", *wanted, f"--output={tmp_path}/some"]) == 0
+    found = json.loads((tmp_path / "some" / "study.json").read_text())
+    methods = found["tasks"]["a"]["methods"]
+    assert {method: of["seeds"] for method, of in methods.items()} == {"opd": [0, 1], "gated_1.0": [0]}
+    assert list(found["tasks"]) == ["a"] and found["primary"] == []
+    # Of all runs that were there before nothing is lost.
+    whole = items.read_bytes()
+    assert main([f"--items={items}", *wanted]) == 2 and items.read_bytes() == whole
+    assert "give another --output" in capsys.readouterr().err
+    assert main([f"--items={items}", "--only=*seed=7", f"--output={tmp_path}/none"]) == 2
+    assert "--only=*seed=7 matches no run" in capsys.readouterr().err
+
+
 def test_the_page_keeps_what_is_around_the_tables(study):
     text = (study / "page.md").read_text()
     assert text.startswith("# A page\n") and text.endswith("end -->\nits end\n") and "old" not in text
