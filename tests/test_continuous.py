@@ -25,7 +25,9 @@ INACTIVE = np.isin(np.arange(N), [0, 5, 6, 12])
 
 @pytest.fixture(scope="module")
 def params():
-    return {name: 4 * weight for name, weight in random_params(ARCH, 0).items()}
+    # Twice, so that prompts matter to the tokens; four times gave logits whose rounding, divided by a temperature of
+    # 0.3, was as large as the tolerance.
+    return {name: 2 * weight for name, weight in random_params(ARCH, 0).items()}
 
 
 @pytest.fixture(scope="module")
