@@ -197,8 +197,13 @@ def one_device(tmp_path_factory):
     return model, workdir
 
 
+def mesh_runs(*sizes, marks=()):
+    return [pytest.param(s, marks=marks, id="x".join(map(str, s))) for s in sizes]
+
+
 @pytest.mark.parametrize(
-    "sizes", [(1, 8, 1, 1), (1, 4, 2, 1), (1, 2, 2, 2), (1, 1, 1, 8), (2, 1, 2, 2)], ids=lambda s: "x".join(map(str, s))
+    "sizes",
+    mesh_runs((1, 4, 2, 1), (2, 1, 2, 2)) + mesh_runs((1, 8, 1, 1), (1, 2, 2, 2), (1, 1, 1, 8), marks=pytest.mark.slow),
 )
 def test_losses_parameters_samples_and_evaluations_are_those_of_one_device(sizes, one_device, tmp_path):
     model, alone = one_device

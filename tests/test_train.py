@@ -252,7 +252,7 @@ RETENTION = {"retention.gamma": 0.5, "retention.contexts": ("category", "first_l
         ("dual_gated", {"anchor.target": "teacher", "anchor.divergence": "reverse_kl", "anchor.every": 2}),
         ("nca_gated", {"teacher.kind": "ema", "loss.support": "teacher_top_k", "loss.top_k": 8}),
         ("nca_gated", {"teacher.kind": "live", "anchor.stop_gradient": False, "loss.entry_clip": 1.0}),
-        ("nca_gated_retention", RETENTION),
+        pytest.param("nca_gated_retention", RETENTION, marks=pytest.mark.slow),  # test_train_games.py has one
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(f"{k}={v}" for k, v in x.items()),
 )

@@ -132,6 +132,7 @@ def test_every_turn_is_a_row_and_the_others_have_no_token(finished):
         np.testing.assert_array_equal(x[-shared:], c[-shared:])
 
 
+@pytest.mark.slow
 def test_a_run_in_two_parts_equals_the_straight_run_bitwise(finished, tmp_path):
     straight, _, _ = finished
     train(game_config(steps=2), str(tmp_path))
@@ -155,7 +156,11 @@ def test_eight_devices_play_and_train_as_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "overrides"),
     [
-        ("off_policy", {"rollout.policy": "teacher", "loss.divergence": "forward_kl", "anchor.beta": 0.0}),
+        pytest.param(
+            "off_policy",
+            {"rollout.policy": "teacher", "loss.divergence": "forward_kl", "anchor.beta": 0.0},
+            marks=pytest.mark.slow,
+        ),
         ("nca_constant_retention", {"retention.gamma": 0.5, "retention.contexts": ("brief",), "teacher.kind": "ema"}),
         pytest.param("nca_constant", {"anchor.every": 2, "teacher.kind": "live"}, marks=pytest.mark.slow),
     ],

@@ -399,7 +399,7 @@ def test_without_micro_batches_prefixes_and_rows_are_one_run_through_the_layers(
     assert loops(3) >= 5  # and those of the prefixes
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_short_rows_in_a_short_program_give_the_same(accumulation, student, teacher_params):
     """All terms, with padding enough that three lengths differ, and rows in an order of their own."""
     rows = np.array([1, 0, 2, 1])

@@ -51,12 +51,16 @@ def values(params, mesh_sizes=None) -> np.ndarray:
     return np.asarray(divergence.compare(params, *hidden, mask))
 
 
+@jax.jit
+def plain_logits(params, ids_1xT):
+    model = nnx.merge(decoder_graph(ARCH), params)
+    hidden_1xTxD, _ = model(ids_1xT, jnp.arange(ids_1xT.shape[1])[None])
+    return hidden_1xTxD[0] @ model.head_VxD[:VOCAB].T
+
+
 def dense(params, prefix, prompt, response) -> np.ndarray:
     """Log-probabilities [R, V] that predict each response token, from one plain pass over the row."""
-    ids = jnp.asarray([[*prefix, *prompt, *response]], jnp.int32)
-    model = nnx.merge(decoder_graph(ARCH), params)
-    hidden, _ = model(ids, jnp.arange(ids.shape[1])[None])
-    logits = np.asarray(hidden[0] @ model.head_VxD[:VOCAB].T, np.float64)
+    logits = np.asarray(plain_logits(params, jnp.asarray([[*prefix, *prompt, *response]], jnp.int32)), np.float64)
     first = len(prefix) + len(prompt) - 1
     return log_softmax(logits[first : first + len(response)], axis=-1)
 
